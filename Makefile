@@ -1,0 +1,30 @@
+# make demo   sets up, then trains, tries and compares a tiny ELECTRA on real text
+# make test   sets up, then runs all tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup check test demo clean
+
+setup: $(VENV)/.ready
+
+# torch first and pinned: 2.13.0 is the tested release, and a looser range could bring another build.
+$(VENV)/.ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+demo: setup
+	$(BIN)/electra demo
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

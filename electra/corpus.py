@@ -1,0 +1,374 @@
+"""Text to a corpus on disk.
+
+Comes in: text files and a tokenizer. Goes out: a directory of token shards that is the same, byte
+for byte, for any number of workers, any order of the inputs and any number of interruptions: pieces
+of the text (`pieces.py`) are built in any number of processes and written in order. Full shards are
+noted in `progress.json`; the same command goes on behind them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from .errors import CorruptError, ElectraError, Stopped
+from .files import AtomicFile, exclusive, json_bytes, write_atomic, xxh3_file
+from .pieces import (
+    PARTS,
+    Builder,
+    BuiltPiece,
+    Counts,
+    Part,
+    Piece,
+    PieceBuilder,
+    cut_pieces,
+    divide,
+)
+from .shards import Corpus, Examples, FileSum, Manifest, Shard, check_file, shard_from_dict
+from .text import TextStats, expand_inputs, read_documents
+from .tokenizer import Tokenizer
+
+__all__ = ["Corpus", "Examples", "Manifest", "prepare"]
+
+PIECE_CHARACTERS = 1 << 20
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    sequence_length: int = 128,
+    builder: Builder = "packed",
+    held_out_percent: float = 1.0,
+    seed: int = 0,
+    workers: int | None = None,
+    column: str = "text",
+    shard_bytes: int = 256 << 20,
+    progress: Callable[[str], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Manifest:
+    """Prepares a corpus in `out`, or goes on where an earlier call with the same arguments ended.
+
+    `workers` processes encode (all cores by default; 1 works in this process); `shard_bytes` is the
+    text, in characters, behind one shard. Raises `Stopped` soon after `should_stop` says so; full
+    shards are kept.
+    """
+    settings = {
+        "sequence_length": sequence_length,
+        "builder": builder,
+        "held_out_percent": float(held_out_percent),
+        "seed": seed,
+        "column": column,
+        "shard_bytes": shard_bytes,
+    }
+    _check_settings(settings, workers)
+    out = Path(out)
+    paths = expand_inputs(inputs)
+    described = _describe(paths)
+    job = {"settings": settings, "tokenizer": tokenizer.hash, "inputs": described["identity"]}
+    _refuse_foreign(out)
+    with exclusive(out), _single_threaded_tokenizers():
+        if (out / "manifest.json").exists():
+            return _complete(out, job)
+        journal = _Journal(out, job)
+        tokenizer.save(out / "tokenizer")
+        stats = TextStats()
+        documents = read_documents(paths, column=column, stats=stats)
+        pieces = cut_pieces(
+            divide(documents, held_out_percent, seed), min(PIECE_CHARACTERS, shard_bytes)
+        )
+        writers: dict[Part, _PartWriter] = {
+            part: _PartWriter(part, journal, max(1, shard_bytes // PIECE_CHARACTERS))
+            for part in PARTS
+        }
+        to_do = (piece for piece in pieces if piece.number >= writers[piece.part].next_piece)
+        make_builder = (tokenizer.to_json(), builder, sequence_length, seed)
+        try:
+            for part, built in _build_in_order(to_do, make_builder, workers, should_stop):
+                writers[part].write(built)
+                tokens = sum(writer.counts.tokens for writer in writers.values())
+                progress(
+                    f"file {min(stats.files + 1, len(paths)):,} of {len(paths):,}, "
+                    f"{stats.documents:,} documents, {tokens:,} tokens"
+                )
+            for writer in writers.values():
+                writer.close_shard()
+        finally:
+            for writer in writers.values():
+                writer.discard()
+        if not writers["train"].counts.examples:
+            raise ElectraError(
+                "The text gives no example: the tokenizer finds no token in it.",
+                where=str(paths[0]),
+                fix="check that tokenizer and text belong together",
+            )
+        manifest = Manifest(
+            settings=settings,
+            vocab_size=tokenizer.vocab_size,
+            special_ids=tokenizer.special_names,
+            tokenizer_hash=tokenizer.hash,
+            tokenizer_files=tuple(_file_sum(file) for file in _listing(out / "tokenizer")),
+            shards=tuple(shard for writer in writers.values() for shard in writer.shards),
+            text=stats.to_dict(),
+            inputs=described,
+        )
+        write_atomic(out / "manifest.json", json_bytes(manifest.to_dict(), indent=1))
+        journal.path.unlink()
+        return manifest
+
+
+def _check_settings(settings: dict[str, Any], workers: int | None) -> None:
+    rules = (
+        ("sequence_length", 5 <= settings["sequence_length"] < 1 << 16, "5 to 65,535"),
+        ("builder", settings["builder"] in get_args(Builder), " or ".join(get_args(Builder))),
+        ("held_out_percent", 0 <= settings["held_out_percent"] <= 50, "0 to 50"),
+        ("shard_bytes", settings["shard_bytes"] >= 1, "a positive number"),
+    )
+    for name, holds, fix in rules:
+        if not holds:
+            raise ElectraError(f"{name} is {settings[name]}.", where=name, fix=f"use {fix}")
+    if workers is not None and workers < 1:
+        raise ElectraError(f"workers is {workers}.", where="workers", fix="use 1 or more")
+
+
+def _describe(paths: list[Path]) -> dict[str, Any]:
+    """The input files: a digest that notices changes, and the first of them by name."""
+    statuses = [path.stat() for path in paths]
+    rows = [
+        [str(path), status.st_size, status.st_mtime_ns]
+        for path, status in zip(paths, statuses, strict=True)
+    ]
+    return {
+        "identity": hashlib.sha256(json_bytes(rows)).hexdigest(),
+        "count": len(rows),
+        "bytes": sum(status.st_size for status in statuses),
+        "files": [{"path": path, "size": size} for path, size, _ in rows[:1000]],
+    }
+
+
+def _listing(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
+
+
+def _file_sum(path: Path) -> FileSum:
+    return FileSum(path.name, path.stat().st_size, xxh3_file(path))
+
+
+def _refuse_foreign(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ElectraError(
+            "There is a file in the way.", where=str(out), fix="choose another --out"
+        )
+    if out.is_dir() and not any((out / n).exists() for n in ("manifest.json", "progress.json")):
+        others = [path.name for path in _listing(out)]
+        if others:
+            raise ElectraError(
+                f"The directory is not empty and holds no corpus: {', '.join(others[:3])}.",
+                where=str(out),
+                fix="choose another --out",
+            )
+
+
+def _complete(out: Path, job: dict[str, Any]) -> Manifest:
+    manifest = Corpus.open(out, verify=False).manifest
+    begun = {
+        "settings": manifest.settings,
+        "tokenizer": manifest.tokenizer_hash,
+        "inputs": manifest.inputs["identity"],
+    }
+    _same_job(out, job, begun)
+    (out / "progress.json").unlink(missing_ok=True)  # a kill can come just before this
+    return manifest
+
+
+def _same_job(out: Path, job: dict[str, Any], begun: dict[str, Any]) -> None:
+    """Refuses to go on with something else than what was begun."""
+    changed = [
+        f"{name} was {begun['settings'].get(name)} and is now {value}"
+        for name, value in job["settings"].items()
+        if begun["settings"].get(name) != value
+    ]
+    if begun["tokenizer"] != job["tokenizer"]:
+        changed.append("the tokenizer is another")
+    if begun["inputs"] != job["inputs"]:
+        changed.append("the input files are others or were changed")
+    if changed:
+        raise ElectraError(
+            f"The directory holds another corpus: {'; '.join(changed)}.",
+            where=str(out),
+            fix="choose another --out, or delete the directory to prepare it anew",
+        )
+
+
+class _Journal:
+    """`progress.json`: the job and its complete shards, which are not done a second time."""
+
+    def __init__(self, out: Path, job: dict[str, Any]) -> None:
+        self.out, self.job = out, job
+        self.path = out / "progress.json"
+        self.shards: list[Shard] = []
+        if self.path.exists():
+            try:
+                stored = json.loads(self.path.read_bytes())
+                self.shards = [shard_from_dict(shard) for shard in stored["shards"]]
+                _same_job(out, job, stored["job"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptError(
+                    f"The notes on what is complete cannot be read: {error}.",
+                    where=str(self.path),
+                    fix="delete the directory and prepare it anew",
+                ) from error
+            for shard in self.shards:
+                for file in (shard.tokens, shard.examples):
+                    check_file(out, file, verify=True)
+        else:
+            self._write()
+
+    def add(self, shard: Shard) -> None:
+        self.shards.append(shard)
+        self._write()
+
+    def _write(self) -> None:
+        content = {"job": self.job, "shards": [asdict(shard) for shard in self.shards]}
+        write_atomic(self.path, json_bytes(content, indent=1))
+
+
+class _PartWriter:
+    """Writes the pieces of one part in order; every `pieces_per_shard` of them make a shard."""
+
+    def __init__(self, part: Part, journal: _Journal, pieces_per_shard: int) -> None:
+        self.part: Part = part
+        self.journal, self.pieces_per_shard = journal, pieces_per_shard
+        self.shards = [shard for shard in journal.shards if shard.part == part]
+        self.next_piece = sum(shard.pieces for shard in self.shards)
+        self.counts = sum((shard.counts for shard in self.shards), Counts())
+        self._open: tuple[AtomicFile, AtomicFile] | None = None
+        self._pieces, self._counts = 0, Counts()
+
+    def write(self, built: BuiltPiece) -> None:
+        if self._open is None:
+            stem = f"{self.part}-{len(self.shards):05d}"
+            self._open = (
+                AtomicFile(self.journal.out / f"{stem}.tokens.bin"),
+                AtomicFile(self.journal.out / f"{stem}.examples.bin"),
+            )
+        tokens, examples = self._open
+        tokens.write(built.tokens)
+        examples.write(built.examples)
+        self._pieces += 1
+        self._counts += built.counts
+        self.counts += built.counts
+        if self._pieces == self.pieces_per_shard:
+            self.close_shard()
+
+    def close_shard(self) -> None:
+        if self._open is None:
+            return
+        for file in self._open:
+            file.commit()
+        tokens, examples = (FileSum(f.path.name, f.size, f.xxh3) for f in self._open)
+        shard = Shard(self.part, self._pieces, self._counts, tokens, examples)
+        self.shards.append(shard)
+        self.journal.add(shard)
+        self._open, self._pieces, self._counts = None, 0, Counts()
+
+    def discard(self) -> None:
+        """Drops a shard that is not full."""
+        if self._open is not None:
+            for file in self._open:
+                file.discard()
+            self._open = None
+
+
+def _build_in_order(
+    pieces: Iterator[Piece],
+    make_builder: tuple[str, Builder, int, int],
+    workers: int | None,
+    should_stop: Callable[[], bool],
+) -> Iterator[tuple[Part, BuiltPiece]]:
+    """Built pieces in the order of `pieces`, with only a few of them in memory."""
+    workers = workers or len(os.sched_getaffinity(0))
+
+    def until_stopped() -> Iterator[Piece]:
+        for piece in pieces:
+            if should_stop():
+                raise Stopped
+            yield piece
+
+    if workers == 1:
+        build = PieceBuilder(*make_builder)
+        for piece in until_stopped():
+            yield piece.part, build(piece)
+        return
+    # Processes are spawned: a fork would copy the threads and devices of whoever calls this.
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, make_builder)
+    running: deque[tuple[Part, Future[BuiltPiece]]] = deque()
+    try:
+        for piece in until_stopped():
+            running.append((piece.part, pool.submit(_build_in_worker, piece)))
+            if len(running) > 2 * workers:
+                part, future = running.popleft()
+                yield part, future.result()
+        for part, future in running:
+            yield part, future.result()
+            if should_stop():
+                raise Stopped
+    except BrokenProcessPool as error:
+        raise ElectraError(
+            "A worker process ended by itself, most likely for want of memory.",
+            where="workers",
+            fix="use fewer workers; a script that calls this needs `if __name__ == '__main__':`",
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+_worker: PieceBuilder | None = None
+
+
+def _start_worker(*make_builder: Any) -> None:
+    global _worker
+    # Ctrl-C reaches the whole process group, but only the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = PieceBuilder(*make_builder)
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot end its workers, and they would wait for work for ever."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _build_in_worker(piece: Piece) -> BuiltPiece:
+    return cast(PieceBuilder, _worker)(piece)
+
+
+@contextmanager
+def _single_threaded_tokenizers() -> Generator[None]:
+    """`workers` is the number of cores in use: the library must not start threads of its own."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,50 @@
+"""Errors a person can act on: what happened, where, and what to do.
+
+Every command ends with one of the exit codes below. An `ElectraError` is printed as three short
+lines without a traceback; anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_USER = 2  # wrong input, wrong setting, missing file
+EXIT_CORRUPT = 3  # a corpus or checkpoint does not match its checksums
+EXIT_NUMERIC = 4  # the run stopped itself: not-a-number, again and again
+EXIT_STOPPED = 75  # stopped on request with everything saved: the same command continues
+
+
+class ElectraError(Exception):
+    """What went wrong, where (file, line, byte or setting) and what to do about it."""
+
+    exit_code = EXIT_USER
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.fix:
+            lines.append(f"  to do: {self.fix}")
+        return "\n".join(lines)
+
+
+class CorruptError(ElectraError):
+    """Bytes on disk are not the bytes that were written."""
+
+    exit_code = EXIT_CORRUPT
+
+
+class NumericError(ElectraError):
+    """Losses or gradients stayed non-finite; the weights were not touched."""
+
+    exit_code = EXIT_NUMERIC
+
+
+class Stopped(Exception):
+    """Raised once all is saved after SIGTERM, SIGINT or SIGUSR1."""
+
+    exit_code = EXIT_STOPPED

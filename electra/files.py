@@ -1,0 +1,171 @@
+"""Files that are either whole or absent, and the digests that prove it.
+
+Comes in: bytes and the path they belong at. Goes out: a file that appears under its name only after
+every byte is on the disk, so a crash or a full disk never leaves half a file that looks complete.
+Corpora and checkpoints are both written through here. Each path has one writer at a time (see
+`exclusive`), which is why the temporary name is fixed: what a killed process left behind is
+overwritten by the next one instead of piling up.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import xxhash
+
+from .errors import ElectraError
+
+_BLOCK = 1 << 20
+Bytes = bytes | bytearray | memoryview
+
+
+class AtomicFile:
+    """A file that grows under a temporary name and takes its own name in `commit`.
+
+    As a context manager it commits when the block ends and leaves no trace when it raises. `size`
+    and `xxh3` describe what was written so far, so that nothing has to be read back.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._temporary = path.with_name(f".{path.name}.tmp")
+        self._digest = xxhash.xxh3_128()
+        with storage_errors(path):
+            self._file = open(self._temporary, "wb", buffering=0)  # noqa: SIM115
+
+    @property
+    def xxh3(self) -> str:
+        return self._digest.hexdigest()
+
+    def write(self, data: Bytes) -> None:
+        rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        self._digest.update(rest)
+        self.size += len(rest)
+        with storage_errors(self.path):
+            while rest:  # an unbuffered write may take only a part, close to a full disk
+                rest = rest[self._file.write(rest) :]
+
+    def commit(self) -> None:
+        with storage_errors(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self.path)
+            fsync_dir(self.path.parent)
+
+    def discard(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            try:
+                self.commit()
+            except BaseException:
+                self.discard()
+                raise
+        else:
+            self.discard()
+
+
+def write_atomic(path: Path, data: Bytes) -> None:
+    """Writes a file so that a reader sees the old content or the new, never a mixture."""
+    with AtomicFile(path) as file:
+        file.write(data)
+
+
+def fsync_dir(path: Path) -> None:
+    """Makes the names in a directory survive a power cut, as fsync does for a file's content."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def xxh3_file(path: Path) -> str:
+    """xxh3-128 of a file as hex: fast enough (GB/s) to check every shard at every start."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file as hex, where collisions on purpose matter."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
+    """Canonical JSON: sorted keys, UTF-8, no NaN; the same value always gives the same bytes.
+
+    With `indent` it is for people to read, otherwise it has no white space and is fit for hashing.
+    """
+    separators = (",", ":") if indent is None else (",", ": ")
+    text = json.dumps(
+        value,
+        sort_keys=True,
+        ensure_ascii=False,
+        allow_nan=False,
+        indent=indent,
+        separators=separators,
+    )
+    return (text + "\n" if indent is not None else text).encode()
+
+
+@contextmanager
+def exclusive(directory: Path) -> Generator[None]:
+    """Holds a directory for one process; the kernel lets go of it however the process ends."""
+    with storage_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "wb")  # noqa: SIM115
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ElectraError(
+                "Another process is writing to this directory.",
+                where=str(directory),
+                fix="wait until it ends, or choose another directory",
+            ) from error
+        yield
+
+
+@contextmanager
+def storage_errors(path: Path) -> Generator[None]:
+    """Turns what the operating system refuses into an error that names the place and the room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(path.parent).free
+            raise ElectraError(
+                f"The disk is full: {free:,} bytes are free.",
+                where=str(path),
+                fix="make room, then give the same command again: what is complete is kept",
+            ) from error
+        raise ElectraError(
+            f"Cannot write: {error.strerror or error}.",
+            where=str(path),
+            fix="check that the directory exists and may be written to",
+        ) from error

@@ -1,0 +1,517 @@
+"""Text to token ids: load, train and save a tokenizer, and encode lines fast.
+
+Comes in: a `vocab.txt`, a `tokenizer.json`, or raw text to train a WordPiece vocabulary from. Goes
+out: ids that are always those of the `tokenizers` library, and a directory that transformers loads
+with the same ids. Two things here are not in that library: training is reproducible bit for bit
+(its own WordPiece training is not), and `LineEncoder` encodes each distinct word only once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ElectraError, Stopped
+from .files import json_bytes, write_atomic
+from .text import TextStats, draw, expand_inputs, read_documents
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_MAX_WORD = 100  # characters; a longer word is [UNK], as in BERT
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` whose special tokens are known to be there."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Takes over `backend`; a missing template or decoder is set to BERT's."""
+        for token in SPECIAL_TOKENS:
+            if backend.token_to_id(token) is None:
+                raise ElectraError(
+                    f"The tokenizer has no token {token}.",
+                    fix=f"ELECTRA needs {' '.join(SPECIAL_TOKENS)}; add what is missing",
+                )
+        from tokenizers import decoders, processors
+
+        backend.no_truncation()
+        backend.no_padding()
+        if backend.post_processor is None:
+            ends = [(token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+            backend.post_processor = processors.TemplateProcessing(
+                single="[CLS]:0 $A:0 [SEP]:0",
+                pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+                special_tokens=ends,
+            )
+        if backend.decoder is None:
+            backend.decoder = decoders.WordPiece()
+        self.backend = backend
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
+            cast(int, backend.token_to_id(token)) for token in SPECIAL_TOKENS
+        )
+
+    @classmethod
+    def load(cls, path: str | Path, *, lowercase: bool | None = None) -> Tokenizer:
+        """From a `tokenizer.json`, a `vocab.txt`, or a directory with one of the two.
+
+        A bare vocabulary says nothing about upper case: it is taken as uncased, unless `lowercase`
+        or a `tokenizer_config.json` beside it says otherwise.
+        """
+        path = Path(path)
+        if path.is_dir():
+            names = [name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
+            if not names:
+                raise ElectraError(
+                    "The directory holds neither tokenizer.json nor vocab.txt.",
+                    where=str(path),
+                    fix="name the tokenizer's own directory or file",
+                )
+            path = path / names[0]
+        try:
+            if path.suffix == ".json":
+                tokenizer = cls.from_json(_read(path))
+            else:
+                tokenizer = cls(_backend_from_vocabulary(path, lowercase))
+        except ElectraError as error:
+            raise ElectraError(error.what, where=error.where or str(path), fix=error.fix) from error
+        if lowercase is not None and tokenizer.lowercase != lowercase:
+            raise ElectraError(
+                f"lowercase={lowercase} was asked for, but tokenizer.json says "
+                f"lowercase={tokenizer.lowercase}.",
+                where=str(path),
+                fix="leave lowercase away: tokenizer.json is complete without it",
+            )
+        return tokenizer
+
+    @classmethod
+    def from_json(cls, text: str) -> Tokenizer:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            backend = Backend.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise ElectraError(
+                f"This is not a tokenizer of the tokenizers library: {error}.",
+                fix="write tokenizer.json again",
+            ) from error
+        return cls(backend)
+
+    def to_json(self) -> str:
+        return self.backend.to_str()
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows that an embedding needs: one more than the highest id."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def special_names(self) -> dict[str, int]:
+        """pad, unk, cls, sep and mask to their ids."""
+        ids = (self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id)
+        return dict(zip(("pad", "unk", "cls", "sep", "mask"), ids, strict=True))
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.special_names.values())))
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of all that decides about ids; the same after saving and loading."""
+        return hashlib.sha256(json_bytes(self._parts)).hexdigest()
+
+    @property
+    def lowercase(self) -> bool:
+        steps = self._parts["normalizer"] or {}
+        return any(
+            step["type"] == "Lowercase" or step.get("lowercase", False)
+            for step in steps.get("normalizers", [steps] if steps else [])
+        )
+
+    @cached_property
+    def is_word_local(self) -> bool:
+        """Whether the ids of a text are those of its words between white space, one after another.
+
+        True of BERT's normaliser and pre-tokenizer, which never look across white space, unless an
+        added token contains some.
+        """
+        parts = self._parts
+        return (
+            parts["model"]["type"] == "WordPiece"
+            and (parts["normalizer"] or {"type": "BertNormalizer"})["type"] == "BertNormalizer"
+            and (parts["pre_tokenizer"] or {}).get("type") == "BertPreTokenizer"
+            and all(len(token["content"].split()) == 1 for token in parts["added_tokens"])
+        )
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        return json.loads(self.backend.to_str())
+
+    def encode(self, text: str, pair: str | None = None) -> list[int]:
+        """Ids with [CLS] and [SEP], as a model reads them."""
+        return self.backend.encode(text, pair).ids
+
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids without [CLS] and [SEP], and the characters of `text` each of them stands for."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def decode_tokens(self, ids: Iterable[int]) -> list[str]:
+        """The token of each id as it stands in the vocabulary."""
+        return [self.backend.id_to_token(int(index)) or "[UNK]" for index in ids]
+
+    def save(self, directory: Path, *, max_length: int = 512) -> None:
+        """Writes a directory that transformers' AutoTokenizer loads with the same ids.
+
+        The class is named PreTrainedTokenizerFast on purpose: beside an ELECTRA configuration
+        transformers would otherwise build its own uncased normaliser, whatever tokenizer.json says.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        write_atomic(directory / "tokenizer.json", self.backend.to_str(pretty=True).encode())
+        if self._parts["model"]["type"] == "WordPiece":
+            tokens = self.decode_tokens(range(self.vocab_size))
+            write_atomic(
+                directory / "vocab.txt", "".join(f"{token}\n" for token in tokens).encode()
+            )
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
+            "model_max_length": max_length,
+            "clean_up_tokenization_spaces": False,
+            **{f"{token[1:-1].lower()}_token": token for token in SPECIAL_TOKENS},
+        }
+        write_atomic(directory / "tokenizer_config.json", json_bytes(config, indent=2))
+
+
+class LineEncoder:
+    """Encodes lines to exactly the ids of `tokenizers`, several times faster.
+
+    Words between white space repeat, so each distinct one is encoded once and looked up from then
+    on; the ids of a line are put together by numpy. A new word of plain ASCII, the common case by
+    far, goes to the WordPiece model without the library's normaliser and pre-tokenizer, which do
+    nothing to it but lower-case and split off punctuation. Where words depend on their neighbours
+    (`Tokenizer.is_word_local` is false), every line goes to `tokenizers` as a whole.
+    """
+
+    # Python's str.split takes these for white space, the tokenizers library does not. A line with
+    # one of them is looked up whole.
+    _ODD_SPACES = "\x0b\x0c\x1c\x1d\x1e\x1f\x85"
+    _PIECES = re.compile(r"[!-/:-@\[-`{-~]|[0-9A-Za-z]+")
+    # Bounds of what is remembered, about 100 MB; larger ones were not faster on English prose.
+    _MAX_WORDS = 1 << 18
+    _MAX_PIECES = 1 << 17
+    _MAX_CHARACTERS = 1 << 24
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer.backend
+        self._lowercase = tokenizer.lowercase
+        self._is_word_local = tokenizer.is_word_local
+        self._is_plain = _plain_word(tokenizer)
+        self._pieces = _PieceIds(tokenizer.backend)
+        self._forget()
+
+    def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids of the lines back to back, and the number of ids of each line."""
+        if not self._is_word_local:
+            encodings = self._backend.encode_batch_fast(list(lines), add_special_tokens=False)
+            return _flatten([encoding.ids for encoding in encodings])
+        if len(self._numbers) > self._MAX_WORDS or self._characters > self._MAX_CHARACTERS:
+            self._forget()
+        if len(self._pieces) > self._MAX_PIECES:
+            self._pieces.clear()
+
+        words, ends = list[str](), list[int]()
+        text = "\n".join(lines)
+        has_odd_spaces = any(space in text for space in self._ODD_SPACES)
+        for line in lines:
+            if has_odd_spaces and any(space in line for space in self._ODD_SPACES):
+                words.append(line)
+            else:
+                words += line.split()
+            ends.append(len(words))
+        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
+        self._encode_new_words()
+
+        lengths = self._lengths[numbers]
+        ids = take_runs(self._ids, self._starts[numbers], lengths)
+        stops = np.concatenate([[0], np.cumsum(lengths)])
+        return ids, np.diff(stops[ends], prepend=0)
+
+    def _encode_new_words(self) -> None:
+        new, self._numbers.new = self._numbers.new, []
+        if not new:
+            return
+        others = [word for word in new if not self._is_plain(word)]
+        encodings = self._backend.encode_batch_fast(others, add_special_tokens=False)
+        rows = {word: encoding.ids for word, encoding in zip(others, encodings, strict=True)}
+        ids, lengths = _flatten(
+            [rows[word] if word in rows else self._plain_ids(word) for word in new]
+        )
+        starts = len(self._ids) + np.cumsum(lengths) - lengths
+        self._ids = np.concatenate([self._ids, ids])
+        self._starts = np.concatenate([self._starts, starts])
+        self._lengths = np.concatenate([self._lengths, lengths])
+        self._characters += sum(map(len, new))
+
+    def _plain_ids(self, word: str) -> list[int]:
+        pieces = self._PIECES.findall(word.lower() if self._lowercase else word)
+        if len(pieces) == 1:
+            return self._pieces[pieces[0]]
+        return [index for piece in pieces for index in self._pieces[piece]]
+
+    def _forget(self) -> None:
+        self._numbers = _WordNumbers()
+        self._characters = 0
+        self._ids = np.empty(0, np.uint32)
+        self._starts = np.empty(0, np.int64)
+        self._lengths = np.empty(0, np.int64)
+
+
+class _WordNumbers(dict[str, int]):
+    """Word to number in order of appearance; a word asked for the first time also goes to `new`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new: list[str] = []
+
+    def __missing__(self, word: str) -> int:
+        number = self[word] = len(self)
+        self.new.append(word)
+        return number
+
+
+class _PieceIds(dict[str, list[int]]):
+    """A normalised word without punctuation, or one punctuation mark, to its ids."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._tokenize = backend.model.tokenize
+
+    def __missing__(self, piece: str) -> list[int]:
+        ids = self[piece] = [token.id for token in self._tokenize(piece)]
+        return ids
+
+
+def _plain_word(tokenizer: Tokenizer) -> Callable[[str], object]:
+    """Tells whether a word is printable ASCII in which no added token such as [MASK] can begin."""
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    if any(token.normalized for token in added):
+        return lambda _: False  # these are looked for in the normalised text instead
+    starts = {token.content[0] for token in added}
+    plain = "".join(c for c in map(chr, range(0x21, 0x7F)) if c not in starts)
+    return re.compile(f"[{re.escape(plain)}]+").fullmatch
+
+
+def take_runs(
+    values: NDArray[np.uint32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.uint32]:
+    """`values[start : start + length]` of all runs, back to back, without a loop over them."""
+    stops = np.cumsum(lengths)
+    total = int(stops[-1]) if len(stops) else 0
+    return values[np.repeat(starts - (stops - lengths), lengths) + np.arange(total)]
+
+
+def _flatten(rows: list[list[int]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    ids = np.fromiter(chain.from_iterable(rows), np.uint32, int(lengths.sum()))
+    return ids, lengths
+
+
+def train_tokenizer(
+    inputs: Sequence[str | Path],
+    *,
+    vocab_size: int = 30522,
+    lowercase: bool = True,
+    strip_accents: bool | None = None,
+    column: str = "text",
+    max_bytes: int = 1 << 30,
+    seed: int = 0,
+    stats: TextStats | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Tokenizer:
+    """A WordPiece tokenizer of the text, the same bytes whenever it is trained from the same text.
+
+    Text beyond `max_bytes` is sampled document by document, by a hash of the document's number. The
+    vocabulary is smaller than `vocab_size` if no pair of pieces is left that occurs twice.
+    `strip_accents=None` strips them when lower-casing, as BERT does.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    stats = stats or TextStats()
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    paths = expand_inputs(inputs)
+    share = _sample_share(paths, column, max_bytes)
+
+    words: Counter[str] = Counter()
+    for chunk, count in _count_chunks(paths, column, share, seed, stats, should_stop).items():
+        for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
+            if len(word) <= _MAX_WORD:
+                words[word] += count
+
+    pieces = _alphabet(words, vocab_size)
+    if len(SPECIAL_TOKENS) + len(pieces) > vocab_size:
+        raise ElectraError(
+            f"A vocabulary of {vocab_size:,} tokens is too small: the characters of the text alone "
+            f"need {len(SPECIAL_TOKENS) + len(pieces):,}.",
+            where="vocab_size",
+            fix=f"use at least {2 * len(pieces):,}",
+        )
+    vocabulary = _merge(words, [*SPECIAL_TOKENS, *pieces], vocab_size)
+
+    backend = Backend(_word_piece(models, vocabulary))
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizer
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    return Tokenizer(backend)
+
+
+def _merge(words: Counter[str], pieces: list[str], vocab_size: int) -> list[str]:
+    """WordPiece training proper: the given pieces, then the merged ones in order of their merge.
+
+    Left alone, the library numbers single characters in the random order of a hash table and breaks
+    ties between merges by these numbers, so each run gives another vocabulary. Characters that are
+    passed as "special" tokens are numbered first and in the order given, which fixes all of it.
+    """
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, pre_tokenizers, trainers
+
+    learner = Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
+    learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        show_progress=False,
+        special_tokens=pieces,
+        limit_alphabet=0,
+    )
+    learner.train_from_iterator(_repeat(words), trainer)
+    ids = learner.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
+
+
+def _repeat(words: Counter[str]) -> Iterator[str]:
+    """Each word as often as it was counted, since the trainer takes text and not counts."""
+    step = 1 << 14
+    for word, count in sorted(words.items()):
+        for start in range(0, count, step):
+            yield " ".join([word] * min(step, count - start))
+
+
+def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
+    """The single characters of the vocabulary, sorted, first those that begin words.
+
+    The most frequent characters that make up 99.99 % of the text (thousands in Chinese), and at
+    least the 1,000 most frequent ones as in BERT, or an eighth of a small vocabulary.
+    """
+    counts: Counter[str] = Counter()
+    inside: set[str] = set()
+    for word, count in words.items():
+        inside.update(word[1:])
+        for character in word:
+            counts[character] += count
+    ranked = sorted(counts, key=lambda character: (-counts[character], character))
+    covered = np.cumsum([counts[character] for character in ranked])
+    needed = int(np.searchsorted(covered, 0.9999 * counts.total())) + 1
+    kept = sorted(ranked[: max(needed, min(1000, vocab_size // 8))])
+    return kept + [f"##{character}" for character in kept if character in inside]
+
+
+def _count_chunks(
+    paths: list[Path],
+    column: str,
+    share: float,
+    seed: int,
+    stats: TextStats,
+    should_stop: Callable[[], bool],
+) -> Counter[str]:
+    """How often each chunk between white space occurs in the sampled documents."""
+    limit = 1 << 22
+    counts: Counter[str] = Counter()
+    for number, document in enumerate(read_documents(paths, column=column, stats=stats)):
+        if should_stop():
+            raise Stopped
+        if share < 1 and draw(seed, "tokenizer", number) >= share:
+            continue
+        for line in document.lines:
+            counts.update(line.split())
+        rare = 1
+        while len(counts) > limit:  # keeps memory flat; what is rare so far stays rare
+            counts = Counter({chunk: n for chunk, n in counts.items() if n > rare})
+            rare *= 2
+    return counts
+
+
+def _sample_share(paths: list[Path], column: str, max_bytes: int) -> float:
+    """The share of documents to train on; compressed text has to be read to know its size."""
+    packed = (".gz", ".bz2", ".xz", ".zst", ".parquet")
+    size = sum(path.stat().st_size for path in paths)
+    if size <= max_bytes and not any(path.suffix.lower() in packed for path in paths):
+        return 1.0
+    stats = TextStats()
+    for _ in read_documents(paths, column=column, stats=stats):
+        pass
+    return min(1.0, max_bytes / stats.bytes)
+
+
+def _word_piece(models: Any, vocabulary: Iterable[str]) -> Any:
+    return models.WordPiece(
+        {token: index for index, token in enumerate(vocabulary)},
+        unk_token="[UNK]",
+        max_input_chars_per_word=_MAX_WORD,
+    )
+
+
+def _backend_from_vocabulary(path: Path, lowercase: bool | None) -> Backend:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    tokens = _read(path).removesuffix("\n").split("\n")
+    seen: dict[str, int] = {}
+    for number, token in enumerate(tokens, start=1):
+        if not token or token in seen:
+            raise ElectraError(
+                f"Token '{token}' stands on line {seen[token]} already."
+                if token
+                else "Blank line.",
+                where=f"{path}, line {number}",
+                fix="write every token once, one per line; the line decides its id",
+            )
+        seen[token] = number
+    config: dict[str, Any] = {}
+    beside = path.with_name("tokenizer_config.json")
+    if beside.is_file():
+        try:
+            config = json.loads(_read(beside))
+        except ValueError as error:
+            raise ElectraError(
+                f"Broken JSON: {error}.", where=str(beside), fix="repair or remove the file"
+            ) from error
+    backend = Backend(_word_piece(models, tokens))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=config.get("do_lower_case", True) if lowercase is None else lowercase,
+        strip_accents=config.get("strip_accents"),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.add_special_tokens([token for token in SPECIAL_TOKENS if token in seen])
+    return backend
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode().replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ElectraError(
+            f"Cannot read the tokenizer: {error}.", where=str(path), fix="check the file"
+        ) from error
