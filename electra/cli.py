@@ -1,0 +1,493 @@
+"""`electra <command>`: one dataclass per command, made into flags and help by tyro.
+
+Heavy imports happen inside the commands, so that `--help` answers at once. An `ElectraError` is
+shown as what, where and what to do, without a traceback (unless --debug), and sets the exit code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from . import __version__
+from .config import PretrainConfig, from_dict, read_settings_file, to_dict
+from .errors import EXIT_OK, EXIT_STOPPED, EXIT_USER, ElectraError, Stopped
+from .recipes import RECIPES, Profile, recipe
+
+Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerCommand:
+    """Train a WordPiece tokenizer on text; the same text gives the same file, bit for bit."""
+
+    input: tuple[str, ...]
+    """Text files, folders or patterns: txt, jsonl, parquet, also .gz .bz2 .xz .zst."""
+    out: Path
+    """Where the tokenizer goes."""
+    vocab_size: int = 30_522
+    """Entries of the vocabulary."""
+    lowercase: bool = True
+    """Read everything in lower case."""
+    strip_accents: bool | None = None
+    """Remove accents; by default exactly when lower-casing."""
+    column: str = "text"
+    """Column of jsonl and parquet files that holds the text."""
+    max_bytes: int = 1 << 30
+    """Text that is used for training; of more, a fixed sample is taken."""
+
+    def run(self) -> None:
+        from .files import exclusive
+        from .tokenizer import train_tokenizer
+
+        tokenizer = train_tokenizer(
+            self.input,
+            vocab_size=self.vocab_size,
+            lowercase=self.lowercase,
+            strip_accents=self.strip_accents,
+            column=self.column,
+            max_bytes=self.max_bytes,
+        )
+        with exclusive(self.out):
+            tokenizer.save(self.out)
+        print(f"{tokenizer.vocab_size:,} tokens in {self.out} (hash {tokenizer.hash[:12]})")
+        if tokenizer.vocab_size < self.vocab_size:
+            print(f"the text has no more than that; {self.vocab_size:,} were asked for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareCommand:
+    """Turn text into a corpus of token sequences; the same command again continues."""
+
+    input: tuple[str, ...]
+    """Text files, folders or patterns: txt, jsonl, parquet, also .gz .bz2 .xz .zst."""
+    tokenizer: Path
+    """Folder, tokenizer.json or vocab.txt."""
+    out: Path
+    """Where the corpus goes."""
+    length: int = 128
+    """Tokens of a sequence."""
+    builder: Literal["packed", "segments"] = "packed"
+    """packed: every token is used once. segments: the released code's two-segment examples."""
+    held_out_percent: float = 1.0
+    """Share of the documents that is set aside for evaluation."""
+    workers: int | None = None
+    """Processes; default: one per core."""
+    column: str = "text"
+    """Column of jsonl and parquet files that holds the text."""
+    seed: int = 0
+    """Seed of the builder's random choices."""
+
+    def run(self) -> None:
+        from .tokenizer import Tokenizer
+
+        tokenizer = Tokenizer.load(self.tokenizer)
+        _prepare(
+            self.input,
+            tokenizer,
+            self.out,
+            sequence_length=self.length,
+            builder=self.builder,
+            held_out_percent=self.held_out_percent,
+            workers=self.workers,
+            column=self.column,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCommand:
+    """Find out what is wrong with the data before training on it."""
+
+    input: tuple[str, ...] = ()
+    """Text files, folders or patterns."""
+    corpus: Path | None = None
+    """A prepared corpus."""
+    column: str = "text"
+    """Column of jsonl and parquet files that holds the text."""
+
+    def run(self) -> int:
+        from .check import check_corpus, check_text
+
+        if bool(self.input) == (self.corpus is not None):
+            raise ElectraError(
+                "check needs --input or --corpus, one of them.",
+                where="electra check",
+                fix="give text files with --input, or a prepared corpus with --corpus",
+            )
+        if self.corpus is not None:
+            report = check_corpus(self.corpus)
+        else:
+            report = check_text(self.input, self.column)
+        for name, value in report.facts.items():
+            print(f"{name.replace('_', ' '):32} {_readable(value)}")
+        marks = {"ok": "ok     ", "warning": "warning", "error": "error  "}
+        for finding in report.findings:
+            print(f"{marks[finding.level]} {finding.what}")
+            for label, text in (("where", finding.where), ("to do", finding.fix)):
+                if text:
+                    print(f"        {label}: {text}")
+        return EXIT_USER if any(f.level == "error" for f in report.findings) else EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Show what a run takes: parameters, FLOPs, memory, tokens, time."""
+
+    recipe: tyro.conf.Positional[str] = "small"
+    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large."""
+    profile: Profile = "best"
+    """How the points are read on which paper and released code differ."""
+    config: Path | None = None
+    """TOML or JSON file whose settings replace the recipe's."""
+    vocab_size: int = 30_522
+    """Entries of the vocabulary."""
+    tokens_per_second: float | None = None
+    """Speed to plan with; default: 40 % of this machine's measured matrix rate."""
+    settings: Settings = field(default_factory=PretrainConfig)
+
+    def run(self) -> None:
+        from .plan import make_plan
+
+        plan = make_plan(self.settings, self.vocab_size)
+        rate = self.tokens_per_second
+        if rate is None:
+            import torch
+
+            from .runtime import matmul_rate
+
+            cuda = torch.cuda.is_available()
+            device = torch.device("cuda" if cuda else "cpu")
+            dtype = torch.bfloat16 if cuda else torch.float32
+            rate = 0.4 * matmul_rate(device, dtype) / plan.flops_per_token
+        hours = plan.total_tokens / rate / 3600
+        if self.settings.run.minutes:
+            hours = min(hours, self.settings.run.minutes / 60)
+        s = self.settings
+        g = s.generator_encoder
+        rows = {
+            "recipe": s.name,
+            "encoder": f"{s.encoder.layers} x {s.encoder.hidden_size}, {s.encoder.attention_heads} "
+            f"heads, feed-forward {s.encoder.ffn_size}, embeddings {s.encoder.embedding_size}",
+            "generator": f"{g.layers} x {g.hidden_size}" if s.objective.kind == "rtd" else "none",
+            "parameters kept": f"{plan.discriminator_parameters:,}",
+            "parameters of the generator": f"{plan.generator_parameters:,}",
+            "tokens per step": f"{plan.tokens_per_step:,}",
+            "steps": f"{s.run.train_steps:,}",
+            "tokens in all": f"{plan.total_tokens:,}",
+            "FLOPs per token": f"{plan.flops_per_token / 1e6:,.1f} M",
+            "FLOPs in all": f"{plan.total_flops:.3g}",
+            "memory for weights and optimizer": f"{plan.state_bytes / 2**30:.2f} GiB",
+            "memory per sequence": f"{plan.activation_bytes_per_sequence / 2**20:.1f} MiB",
+            "memory for a whole batch": f"{_batch_memory(plan, s) / 2**30:.2f} GiB",
+            "time": f"{hours:,.1f} h at {rate:,.0f} tokens/s",
+        }
+        for name, value in rows.items():
+            print(f"{name:34} {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainCommand:
+    """Pre-train generator and discriminator; the same command again continues."""
+
+    recipe: tyro.conf.Positional[str] = "small"
+    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large."""
+    out: Path
+    """The run directory."""
+    corpus: Path | None = None
+    """A corpus made by `electra prepare`."""
+    input: tuple[str, ...] = ()
+    """Text instead of a corpus: a tokenizer is trained and the corpus prepared inside the run."""
+    tokenizer: Path | None = None
+    """Tokenizer for --input instead of training one."""
+    vocab_size: int = 30_522
+    """Entries of the tokenizer trained for --input."""
+    lowercase: bool = True
+    """Whether that tokenizer reads everything in lower case."""
+    builder: Literal["packed", "segments"] = "packed"
+    """How --input is cut into sequences."""
+    column: str = "text"
+    """Column of jsonl and parquet files in --input."""
+    init: Path | None = None
+    """Start from the networks of an export or a transformers ELECTRA directory."""
+    profile: Profile = "best"
+    """How the points are read on which paper and released code differ."""
+    config: Path | None = None
+    """TOML or JSON file whose settings replace the recipe's."""
+    dry_run: bool = False
+    """Print the resolved settings and stop."""
+    quiet: bool = False
+    """Say nothing while training."""
+    settings: Settings = field(default_factory=PretrainConfig)
+
+    def run(self) -> None:
+        if self.dry_run:
+            _print_settings(to_dict(self.settings))
+            return
+        if bool(self.input) == (self.corpus is not None):
+            raise ElectraError(
+                "pretrain needs --corpus or --input, one of them.",
+                where="electra pretrain",
+                fix="give a corpus made by `electra prepare`, or text files with --input",
+            )
+        from .corpus import Corpus
+        from .pretrain import pretrain
+
+        path = self.corpus or self._prepare_inside()
+        corpus = Corpus.open(path)
+        initial = None
+        if self.init is not None:
+            from .hf import initial_state, load_pretrained
+
+            initial = initial_state(
+                load_pretrained(self.init), self.settings, corpus.vocab_size
+            ).parameters
+        pretrain(self.settings, corpus, self.out, initial=initial, quiet=self.quiet)
+        if int(os.environ.get("RANK", 0)) == 0 and not self.quiet:
+            print(f"done: {self.out}\nnext: electra export {self.out} --out {self.out}/export")
+
+    def _prepare_inside(self) -> Path:
+        """Tokenizer and corpus of --input, inside the run directory."""
+        from .files import exclusive
+        from .tokenizer import Tokenizer, train_tokenizer
+
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ElectraError(
+                "Several processes cannot prepare one corpus.",
+                where="--input",
+                fix="run `electra prepare` first and give --corpus",
+            )
+        source = self.tokenizer or self.out / "made" / "tokenizer"
+        if self.tokenizer is None and not (source / "tokenizer.json").exists():
+            with exclusive(self.out):
+                train_tokenizer(
+                    self.input,
+                    vocab_size=self.vocab_size,
+                    lowercase=self.lowercase,
+                    column=self.column,
+                ).save(source)
+        corpus = self.out / "made" / "corpus"
+        _prepare(
+            self.input,
+            Tokenizer.load(source),
+            corpus,
+            sequence_length=self.settings.data.sequence_length,
+            builder=self.builder,
+            column=self.column,
+        )
+        return corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportCommand:
+    """Write a run's networks in the layout that transformers loads."""
+
+    run_directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """A run of `electra pretrain`."""
+    out: Path
+    """Gets the folders discriminator and generator."""
+
+    def run(self) -> None:
+        from .hf import export_run
+
+        print(export_run(self.run_directory, self.out).render())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectCommand:
+    """Colour each token of a text by the probability that it was replaced."""
+
+    text: tyro.conf.Positional[str]
+    """The text to look at."""
+    model: Path
+    """An export, a transformers ELECTRA discriminator, or a run."""
+    alternatives: int = 3
+    """How many of the generator's alternatives are shown for a suspicious token."""
+
+    def run(self) -> None:
+        from rich.console import Console
+
+        from .detect import detect, render
+
+        Console(highlight=False).print(
+            render(detect(self.model, self.text, alternatives=self.alternatives))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoCommand:
+    """Train, try and compare a tiny ELECTRA on real English text: offline, in a few minutes."""
+
+    out: Path = Path("runs/demo")
+    """Where everything goes."""
+    input: tuple[str, ...] = ()
+    """Text to train on instead of the text that comes with an installed package."""
+    minutes: float | None = None
+    """Minutes of pre-training; default: the recipe's."""
+
+    def run(self) -> None:
+        from .demo import demo
+
+        demo(self.out, inputs=self.input, minutes=self.minutes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvCommand:
+    """Show versions, device and precision, and what is missing."""
+
+    def run(self) -> None:
+        from .environment import describe
+
+        for name, value in describe().items():
+            print(f"{name:16} {value}")
+
+
+Command = (
+    TokenizerCommand
+    | PrepareCommand
+    | CheckCommand
+    | PlanCommand
+    | PretrainCommand
+    | ExportCommand
+    | DetectCommand
+    | DemoCommand
+    | EnvCommand
+)
+
+COMMANDS: dict[str, type[Command]] = {
+    "tokenizer": TokenizerCommand,
+    "prepare": PrepareCommand,
+    "check": CheckCommand,
+    "plan": PlanCommand,
+    "pretrain": PretrainCommand,
+    "export": ExportCommand,
+    "detect": DetectCommand,
+    "demo": DemoCommand,
+    "env": EnvCommand,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program; ends with one of the exit codes in errors.py."""
+    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run(argv: list[str]) -> int:
+    """Carry out one command line and return its exit code."""
+    debug = "--debug" in argv
+    argv = [a for a in argv if a != "--debug"]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return EXIT_OK
+    if argv[0] == "--version":
+        print(__version__)
+        return EXIT_OK
+    try:
+        command = _parse(argv)
+        return command.run() or EXIT_OK
+    except ElectraError as error:
+        if debug:
+            raise
+        print(f"electra: {error}", file=sys.stderr)
+        return error.exit_code
+    except Stopped:
+        print("electra: stopped and saved; the same command continues", file=sys.stderr)
+        return EXIT_STOPPED
+
+
+def _parse(argv: list[str]) -> Command:
+    name, args = argv[0], argv[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
+        raise ElectraError(
+            f"There is no command {name!r}.",
+            where="electra",
+            fix=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}",
+        )
+    cls: Any = COMMANDS[name]
+    default: Any = None
+    if cls in (PlanCommand, PretrainCommand):
+        # The recipe, the profile and the settings file decide what the flags start from.
+        default = cls(
+            **({"out": tyro.MISSING} if cls is PretrainCommand else {}),
+            settings=_starting_point(cls, args),
+        )
+    return tyro.cli(cls, args=args, default=default, prog=f"electra {name}")
+
+
+def _starting_point(cls: Any, args: list[str]) -> PretrainConfig:
+    """Settings before the flags: recipe, then profile, then --config file, then --init sizes."""
+
+    def value_of(flag: str) -> str | None:
+        for i, arg in enumerate(args):
+            if arg == flag and i + 1 < len(args):
+                return args[i + 1]
+            if arg.startswith(flag + "="):
+                return arg.partition("=")[2]
+        return None
+
+    del cls
+    name = args[0] if args and not args[0].startswith("-") else "small"
+    profile: Any = value_of("--profile") or "best"
+    config = recipe(name, profile)
+    if (init := value_of("--init")) is not None:
+        from .hf import config_of, load_pretrained
+
+        encoder, generator = config_of(load_pretrained(Path(init)))
+        config = dataclasses.replace(config, encoder=encoder, generator=generator)
+    if (path := value_of("--config")) is not None:
+        config = from_dict(PretrainConfig, read_settings_file(Path(path)), where=path, base=config)
+    return config
+
+
+def _prepare(inputs: Sequence[str], tokenizer: Any, out: Path, **settings: Any) -> None:
+    """Prepare a corpus with a progress line and a summary."""
+    from rich.console import Console
+
+    from .corpus import prepare
+    from .runtime import StopRequest
+
+    console = Console(file=sys.stderr, highlight=False)
+    with StopRequest() as stop, console.status("reading …") as status:
+        manifest = prepare(
+            inputs, tokenizer, out, progress=status.update, should_stop=stop, **settings
+        )
+    print(manifest.summary())
+
+
+def _batch_memory(plan: Any, settings: PretrainConfig) -> float:
+    rows = settings.data.micro_batch or settings.data.batch_size
+    return plan.state_bytes + rows * plan.activation_bytes_per_sequence
+
+
+def _print_settings(values: dict[str, Any], prefix: str = "") -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _print_settings(value, f"{prefix}{key}.")
+        else:
+            print(f"{prefix}{key} = {value}")
+
+
+def _readable(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
+
+
+def _overview() -> str:
+    lines = [f"electra {__version__}: pre-train text encoders as discriminators", ""]
+    for name, cls in COMMANDS.items():
+        lines.append(f"  electra {name:10} {(cls.__doc__ or '').splitlines()[0]}")
+    lines += ["", "electra COMMAND --help shows the settings of a command."]
+    lines += [f"recipes: {', '.join(RECIPES)}"]
+    return "\n".join(lines)

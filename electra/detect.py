@@ -1,0 +1,185 @@
+"""What the discriminator takes for replaced in a text, and what the generator would put there.
+
+Comes in: a run, an export or a transformers directory, and a text. Goes out: a `Detection` with
+P(replaced) = σ(d) of every token (paper, section 2), its place in the text, and what the
+generator would rather see where it is suspicious; `render` colours it for the terminal.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from rich.style import Style
+from rich.text import Text
+from torch import Tensor
+
+from .errors import ElectraError
+from .hf import Network, Pretrained, build_discriminator, build_generator, load_pretrained
+
+_SUSPICIOUS = 0.5  # P(replaced) from which alternatives are asked for
+_SHOWN = 0.05  # P(replaced) below which a token stays without colour
+_ROWS = 16  # masked copies of the text that go through the generator at once
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A token that the generator would put at a place, and how likely it finds it."""
+
+    token: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token, the characters [start, end) of the text it stands for, and the verdict on it."""
+
+    token: str
+    start: int
+    end: int
+    replaced: float  # P(replaced)
+    alternatives: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class Word:
+    """Tokens that belong together: a word and its ## pieces."""
+
+    tokens: tuple[Token, ...]
+
+    @property
+    def start(self) -> int:
+        return self.tokens[0].start
+
+    @property
+    def end(self) -> int:
+        return self.tokens[-1].end
+
+    @property
+    def replaced(self) -> float:
+        """P(replaced) of the most suspicious token."""
+        return max(token.replaced for token in self.tokens)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """A text and what the model says of each word."""
+
+    text: str
+    words: tuple[Word, ...]
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return tuple(token for word in self.words for token in word.tokens)
+
+
+def detect(model_dir: Path, text: str, *, alternatives: int = 3) -> Detection:
+    """P(replaced) of every token of `text`.
+
+    The generator's `alternatives` most likely tokens are added where P(replaced) is above 0.5, and
+    at the most suspicious place in any case, if the model comes with its generator.
+    """
+    model = load_pretrained(_with_generator(Path(model_dir)))
+    network = model.network("discriminator")
+    tokenizer = model.needed_tokenizer()
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    if not encoding.ids:
+        raise ElectraError("The text holds no token.", where="text", fix="give at least one word")
+    x = torch.tensor([[tokenizer.cls_id, *encoding.ids, tokenizer.sep_id]])  # (1, T)
+    longest = network.config.max_positions
+    if x.shape[1] > longest:
+        raise ElectraError(
+            f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
+            f"{longest:,}.",
+            where="text",
+            fix="give a shorter text, or one part after the other",
+        )
+    replaced = _probabilities(network, x)
+    places = zip(encoding.tokens, encoding.offsets, replaced.tolist(), strict=True)
+    tokens = [Token(token, start, end, p) for token, (start, end), p in places]
+    if model.generator is not None and alternatives > 0:
+        at = (replaced > _SUSPICIOUS).index_fill(0, replaced.argmax(), True).nonzero().squeeze(1)
+        proposals = _alternatives(model, model.generator, x, at + 1, alternatives)
+        for i, proposal in zip(at.tolist(), proposals, strict=True):
+            tokens[i] = replace(tokens[i], alternatives=proposal)
+    return Detection(text, _words(tokens, encoding.word_ids))
+
+
+def _with_generator(path: Path) -> Path:
+    """The export that a directory is part of, so that its generator is found as well."""
+    whole = path.absolute().parent
+    is_part = path.name == "discriminator" and (whole / "electra.json").is_file()
+    return whole if is_part else path
+
+
+@torch.no_grad()
+def _probabilities(network: Network, x: Tensor) -> Tensor:
+    """P(replaced) of the tokens between [CLS] and [SEP], (T − 2,)."""
+    encoder, head = build_discriminator(network)
+    return head(encoder(x, torch.zeros_like(x), None, None))[0, 1:-1].sigmoid()
+
+
+@torch.no_grad()
+def _alternatives(
+    model: Pretrained, network: Network, x: Tensor, at: Tensor, k: int
+) -> list[tuple[Alternative, ...]]:
+    """The generator's k best tokens at each of the positions `at` (S,), one masked at a time."""
+    encoder, head = build_generator(network)
+    tokenizer = model.needed_tokenizer()
+    k = min(k, tokenizer.vocab_size)
+    found: list[tuple[Alternative, ...]] = []
+    for rows in at.split(_ROWS):
+        x_masked = x.repeat(len(rows), 1).scatter(1, rows[:, None], tokenizer.mask_id)  # (S, T)
+        h = encoder(x_masked, torch.zeros_like(x_masked), None, None)  # (S, T, D)
+        g = head(h[torch.arange(len(rows)), rows], encoder.embeddings.word.weight)  # (S, V)
+        p, best = g.softmax(-1)[:, : tokenizer.vocab_size].topk(k)  # (S, k)
+        for row, ids in zip(p.tolist(), best.tolist(), strict=True):
+            names = tokenizer.decode_tokens(ids)
+            found.append(tuple(map(Alternative, names, row)))
+    return found
+
+
+def _words(tokens: list[Token], word_ids: list[int | None]) -> tuple[Word, ...]:
+    """Tokens of the same word of the pre-tokenizer together; one without a word stands alone."""
+    keyed = [(-i - 1 if word is None else word) for i, word in enumerate(word_ids)]
+    groups = groupby(zip(keyed, tokens, strict=True), key=lambda pair: pair[0])
+    return tuple(Word(tuple(token for _, token in group)) for _, group in groups)
+
+
+def render(detection: Detection) -> Text:
+    """The text with a background from none to red, and the alternatives below it."""
+    shown = Text(_printable(detection.text))
+    for token in detection.tokens:
+        if token.replaced >= _SHOWN:
+            shown.stylize(_style(token.replaced), token.start, token.end)
+    for token in detection.tokens:
+        if token.alternatives:
+            own = _printable(detection.text[token.start : token.end])
+            shown.append("\n")
+            shown.append(own, _style(token.replaced))
+            options = ", ".join(f"{a.token} {a.probability:.0%}" for a in token.alternatives)
+            shown.append(f"  replaced {token.replaced:.0%}; the generator's: ")
+            shown.append(_printable(options))
+    return shown
+
+
+def _style(p: float) -> Style:
+    """Black, or nothing, to red."""
+    if p < _SHOWN:
+        return Style.null()
+    return Style.parse(f"bold white on rgb({round(255 * p)},0,0)")
+
+
+def _printable(text: str) -> str:
+    """The text as long as before, without characters that steer a terminal.
+
+    The two joiners stay: Persian, Hindi and many emoji are written with them.
+    """
+    harmless = "\n\t\u200c\u200d"
+    return "".join(
+        "\ufffd" if unicodedata.category(c) in ("Cc", "Cf") and c not in harmless else c
+        for c in text
+    )

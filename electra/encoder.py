@@ -1,0 +1,267 @@
+"""The Transformer encoder of the paper, its two heads, and how they are initialised.
+
+One class serves as generator, discriminator and BERT baseline: post-norm blocks, exact GELU,
+learned positions, factorised embeddings with a projection when their width differs from the hidden
+size, no pooler (appendix A; model details from the released code). Shapes use the legend of
+`corruption.py`: B sequences · T tokens · M masked slots · V vocabulary · D hidden · E embedding ·
+F feed-forward · H heads · K head size.
+
+Parameters are float32 or, for the linear layers of a bf16 run, bfloat16 working copies that the
+optimizer refreshes from float32 (`optim.py`); layer norms, softmaxes and losses are float32 always.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import EncoderConfig
+from .randomness import StepRng
+
+
+class Encoder(nn.Module):
+    """x ↦ h(x) = [h_1, …, h_n]: token ids (B, T) to hidden states (B, T, D)."""
+
+    def __init__(self, config: EncoderConfig, embeddings: Embeddings, *, site: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = embeddings
+        E, D = config.embedding_size, config.hidden_size
+        self.project = nn.Linear(E, D) if E != D else None
+        self.blocks = nn.ModuleList(
+            Block(config, site=site + 3 * i + 1) for i in range(config.layers)
+        )
+        self.site = site  # keys of the dropout draws, apart for every place in both networks
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        """The type the linear layers compute in."""
+        first = self.blocks[0]
+        assert isinstance(first, Block)
+        return first.up.weight.dtype
+
+    def forward(
+        self, x: Tensor, segment: Tensor, mask: Tensor | None, rng: StepRng | None
+    ) -> Tensor:
+        """Hidden states (B, T, D).
+
+        x, segment: (B, T). mask: (B, T) bool, true on tokens, or None when nothing is padded.
+        rng: draws dropout when given; None means evaluation.
+        """
+        h = self.embeddings(x, segment)  # (B, T, E)
+        h = dropout(h, self.config.dropout, rng, self.site)
+        h = h.to(self.working_dtype)
+        if self.project is not None:
+            h = self.project(h)  # (B, T, D)
+        bias = mask[:, None, None, :] if mask is not None else None  # (B, 1, 1, T)
+        for block in self.blocks:
+            h = block(h, bias, rng)
+        return h
+
+
+class Embeddings(nn.Module):
+    """Word + position + segment embeddings, normalised, at embedding size. The shareable block."""
+
+    def __init__(self, config: EncoderConfig, vocab_size: int) -> None:
+        super().__init__()
+        E = config.embedding_size
+        self.word = nn.Embedding(vocab_size, E)
+        self.position = nn.Embedding(config.max_positions, E)
+        self.segment = nn.Embedding(2, E)
+        self.norm = LayerNorm(E, config.layer_norm_eps)
+
+    def forward(self, x: Tensor, segment: Tensor) -> Tensor:
+        position = self.position.weight[: x.shape[1]]  # (T, E)
+        return self.norm(self.word(x) + position + self.segment(segment))  # (B, T, E)
+
+
+class Block(nn.Module):
+    """h ← LN(h + Attention(h)); h ← LN(h + FFN(h))."""
+
+    def __init__(self, config: EncoderConfig, *, site: int) -> None:
+        super().__init__()
+        self.config, self.site = config, site
+        D, F_ = config.hidden_size, config.ffn_size
+        self.qkv = nn.Linear(D, 3 * D)  # rows: queries, keys, values
+        self.out = nn.Linear(D, D)
+        self.attention_norm = LayerNorm(D, config.layer_norm_eps)
+        self.up = nn.Linear(D, F_)
+        self.down = nn.Linear(F_, D)
+        self.ffn_norm = LayerNorm(D, config.layer_norm_eps)
+
+    def forward(self, h: Tensor, bias: Tensor | None, rng: StepRng | None) -> Tensor:
+        p = self.config.dropout
+        a = self.out(self.attend(h, bias, rng))  # (B, T, D)
+        h = self.attention_norm(h + dropout(a, p, rng, self.site))
+        f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside
+        return self.ffn_norm(h + dropout(f, p, rng, self.site + 1))
+
+    def attend(self, h: Tensor, bias: Tensor | None, rng: StepRng | None) -> Tensor:
+        """softmax(q kᵀ / √K) v over all heads, (B, T, D)."""
+        B, T, D = h.shape
+        H, K = self.config.attention_heads, self.config.head_size
+        q, k, v = self.qkv(h).view(B, T, 3, H, K).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, K)
+        if rng is None or self.config.attention_dropout == 0:
+            a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        else:
+            # Written out, because the fused kernels draw their dropout from a state of their own.
+            score = (q @ k.transpose(-1, -2)).float() / math.sqrt(K)  # (B, H, T, T)
+            if bias is not None:
+                score = score.masked_fill(~bias, -math.inf)
+            probability = score.softmax(-1)
+            probability = rng.dropout(probability, self.config.attention_dropout, self.site + 2)
+            a = probability.to(v.dtype) @ v  # (B, H, T, K)
+        return a.transpose(1, 2).reshape(B, T, D)
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last axis, computed in float32, returned in the input's type."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+        self.eps = eps
+
+    def forward(self, h: Tensor) -> Tensor:
+        return F.layer_norm(wide(h), self.weight.shape, self.weight, self.bias, self.eps).to(
+            h.dtype
+        )
+
+
+class GeneratorHead(nn.Module):
+    """p_G(x_t | x) = softmax over e(x')ᵀ h_G(x)_t, with the token embeddings e as output table."""
+
+    def __init__(self, config: EncoderConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.embedding_size)
+        self.norm = LayerNorm(config.embedding_size, config.layer_norm_eps)
+        self.bias = nn.Parameter(torch.zeros(vocab_size))
+
+    def forward(self, h: Tensor, table: Tensor) -> Tensor:
+        """Logits (N, V) of hidden states (N, D); table (V, E) holds the token embeddings."""
+        e = self.norm(F.gelu(self.dense(h)))  # (N, E)
+        return F.linear(e, table.to(e.dtype), self.bias.to(e.dtype))
+
+
+class DiscriminatorHead(nn.Module):
+    """Logits of P(replaced) = 1 − D(x, t) for every token; D(x, t) = sigmoid(wᵀ h_D(x)_t).
+
+    Positive means *replaced*, as in the released code and in transformers; the paper's D is the
+    probability of *original*.
+    """
+
+    def __init__(self, config: EncoderConfig, kind: Literal["dense", "linear"]) -> None:
+        super().__init__()
+        D = config.hidden_size
+        self.dense = nn.Linear(D, D) if kind == "dense" else None
+        self.w = nn.Linear(D, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T) float32."""
+        if self.dense is not None:
+            h = F.gelu(self.dense(h))
+        return wide(self.w(h).squeeze(-1))
+
+
+def wide(h: Tensor) -> Tensor:
+    """bfloat16 as float32; float32, and the float64 of the tests, as they are."""
+    return h.float() if h.dtype == torch.bfloat16 else h
+
+
+def dropout(h: Tensor, p: float, rng: StepRng | None, site: int) -> Tensor:
+    """Dropout in training (rng given), the identity in evaluation."""
+    return h if rng is None or p == 0 else rng.dropout(h, p, site)
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, init: Literal["paper", "local"], seed: int) -> None:
+    """Draw all weights of `module`, in the order of its parameters, from one seed.
+
+    | tensors                                          | start                                 |
+    |--------------------------------------------------|---------------------------------------|
+    | embeddings, linear layers of blocks and heads    | truncated normal, std 0.02            |
+    | embedding projection, the discriminator's last w | Glorot uniform                        |
+    | biases / layer-norm gains                        | 0 / 1                                 |
+
+    That is the released code (transformers uses a plain normal of 0.02 everywhere). `local` adds
+    what `_look_at_neighbours` says.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        value = torch.empty(parameter.shape)
+        if name.endswith("bias"):
+            value.zero_()
+        elif "norm" in name:
+            value.fill_(1.0)
+        elif name.endswith(("project.weight", ".w.weight")):
+            nn.init.xavier_uniform_(value, generator=draw)
+        else:
+            _truncated_normal(value, 0.02, draw)
+        parameter.copy_(value)
+    if init == "local":
+        for part in module.modules():
+            if isinstance(part, Encoder):
+                _look_at_neighbours(part, draw)
+
+
+NEIGHBOURS = (-1, 1, -2, 2)  # one offset per head, over as many of the first blocks as it takes
+LOGIT = 5.0  # attention logit of a neighbour above the rest, before the tokens' own noise
+
+
+def _look_at_neighbours(encoder: Encoder, draw: torch.Generator) -> None:
+    """Let the first heads attend to the tokens beside their own, instead of to all tokens alike.
+
+    A masked position knows nothing but its place, so the generator stays at the frequencies of
+    single tokens until attention has found the neighbours, for thousands of steps. Positions start
+    as sines and cosines of P frequencies f. With keys that read them and queries that read them
+    turned by f δ, the score of position s seen from t is Σ_f cos(f (t + δ − s)), highest at t + δ.
+    Values and outputs of these heads start at full size so that what they find is seen above. The
+    function class is the paper's; only the place where training starts is another one.
+    """
+    c = encoder.config
+    E, D, H, K = c.embedding_size, c.hidden_size, c.attention_heads, c.head_size
+    P = E // 2
+    frequency = torch.logspace(0, math.log10(0.02), P)
+    angle = torch.arange(c.max_positions)[:, None] * frequency  # (max_positions, P)
+    table = torch.zeros(c.max_positions, E)
+    table[:, : 2 * P] = torch.cat([angle.sin(), angle.cos()], dim=1) * 0.02 * math.sqrt(2)
+    encoder.embeddings.position.weight.copy_(table)
+
+    project = (
+        encoder.project.weight.cpu() if encoder.project is not None else torch.eye(D)
+    )  # (D, E)
+    unproject = project.T * (E / project.square().sum())  # (E, D), roughly its inverse
+    pairs = min(K // 2, P)
+    chosen = torch.linspace(0, 0.75 * P - 1, pairs).long().clamp(min=0)  # the faster ones
+    sine, cosine = F.one_hot(chosen, E).float(), F.one_hot(chosen + P, E).float()  # (pairs, E)
+    scale = math.sqrt(LOGIT * math.sqrt(K) / max(1, pairs))
+    blocks = encoder.blocks[: -(-len(NEIGHBOURS) // H)]
+    for number, block in enumerate(blocks):
+        assert isinstance(block, Block)
+        qkv = torch.empty(3 * D, D)
+        _truncated_normal(qkv, 0.02, draw)
+        _truncated_normal(qkv[2 * D :], D**-0.5, draw)
+        for head in range(H):
+            offset = NEIGHBOURS[(number * H + head) % len(NEIGHBOURS)]
+            turn = (frequency[chosen] * offset)[:, None]
+            query = torch.cat(
+                [turn.cos() * sine + turn.sin() * cosine, turn.cos() * cosine - turn.sin() * sine]
+            )
+            first = head * K
+            qkv[first : first + 2 * pairs] = scale * query @ unproject
+            key = torch.cat([sine, cosine])
+            qkv[D + first : D + first + 2 * pairs] = scale * key @ unproject
+        block.qkv.weight.copy_(qkv)
+        out = torch.empty(D, D)
+        _truncated_normal(out, D**-0.5, draw)
+        block.out.weight.copy_(out)
+
+
+def _truncated_normal(value: Tensor, std: float, draw: torch.Generator) -> None:
+    """Normal, cut at two standard deviations."""
+    nn.init.trunc_normal_(value, std=std, a=-2 * std, b=2 * std, generator=draw)

@@ -1,0 +1,157 @@
+"""What the two networks can do on held-out text, and whether a run looks dead.
+
+The masks of an evaluation are those of step 0 under a fixed seed, so numbers of different steps and
+different runs on one corpus compare the same positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .batches import Block
+from .corpus import Examples
+from .objectives import Objective
+from .randomness import StepRng
+
+EVAL_SEED = 20_200_323  # the day the paper came out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out numbers of one moment; the disc_ fields are None without a discriminator."""
+
+    mlm_loss: float
+    """Mean negative log-likelihood of the masked tokens, in nats."""
+    mlm_accuracy: float
+    """Share of masked tokens the best guess gets right."""
+    disc_loss: float | None
+    """Mean binary cross-entropy over all tokens."""
+    disc_auc: float | None
+    """Area under the ROC curve of telling replaced tokens from originals, over all tokens."""
+    disc_precision: float | None
+    """Share of tokens called replaced that are."""
+    disc_recall: float | None
+    """Share of replaced tokens that are called so."""
+    replaced_percent: float | None
+    """Share of the tokens that differ from the original."""
+    tokens: int
+    """Tokens looked at."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def evaluate(objective: Objective, examples: Examples, *, batches: int) -> Evaluation:
+    """Corrupt and judge up to `batches` batches of held-out examples."""
+    config = objective.config
+    device = next(objective.parameters()).device
+    count = min(len(examples), batches * config.data.batch_size)
+    # Evenly spread, so that a small evaluation sees all of the held-out part.
+    index = np.linspace(0, len(examples) - 1, count).astype(np.int64)
+    nll: list[np.ndarray] = []
+    right: list[np.ndarray] = []
+    logits: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    size = min(config.data.batch_size, 64)
+    for begin in range(0, count, size):
+        rows = index[begin : begin + size]
+        ids, _, lengths = examples.gather(rows)
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array.astype(np.int32))[None].to(device)
+
+        length = put(lengths)
+        block = Block(put(ids), put(examples.splits[rows]), length, length)
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        batch = block.batch(zero, slice(None), config)
+        number = torch.arange(begin, begin + len(rows), device=device)
+        p = objective.predict(batch, StepRng(EVAL_SEED, zero, number), training=False)
+        original = batch.x.gather(1, p.m.at)
+        each = F.cross_entropy(
+            p.mlm_logits.float().flatten(0, 1), original.flatten(), reduction="none"
+        )
+        valid = p.m.valid.flatten()
+        nll.append(each[valid].cpu().numpy())
+        right.append((p.mlm_logits.argmax(-1) == original).flatten()[valid].cpu().numpy())
+        if p.d is not None:
+            token = objective.attention_mask(batch)
+            logits.append(p.d[token].cpu().numpy())
+            labels.append((p.x_corrupt != batch.x)[token].cpu().numpy())
+    mlm = np.concatenate(nll)
+    tokens = int(examples.lengths[index].sum())
+    if not logits:
+        return Evaluation(
+            mlm_loss=float(mlm.mean()),
+            mlm_accuracy=float(np.concatenate(right).mean()),
+            disc_loss=None,
+            disc_auc=None,
+            disc_precision=None,
+            disc_recall=None,
+            replaced_percent=None,
+            tokens=tokens,
+        )
+    d, replaced = np.concatenate(logits).astype(np.float64), np.concatenate(labels)
+    called = d > 0
+    return Evaluation(
+        mlm_loss=float(mlm.mean()),
+        mlm_accuracy=float(np.concatenate(right).mean()),
+        disc_loss=float((np.logaddexp(0, d) - d * replaced).mean()),
+        disc_auc=roc_auc(d, replaced),
+        disc_precision=float(replaced[called].mean()) if called.any() else 0.0,
+        disc_recall=float(called[replaced].mean()) if replaced.any() else 0.0,
+        replaced_percent=100 * float(replaced.mean()),
+        tokens=tokens,
+    )
+
+
+def roc_auc(score: np.ndarray, positive: np.ndarray) -> float:
+    """P(score of a positive > score of a negative), ties counting one half; 0.5 without both."""
+    positives = int(positive.sum())
+    negatives = len(positive) - positives
+    if positives == 0 or negatives == 0:
+        return 0.5
+    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(counts) - (counts - 1) / 2  # ranks from 1, ties share their mean
+    rank_sum = float(mean_rank[inverse][positive].sum())
+    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
+
+
+def unigram_entropy(examples: Examples, special_ids: tuple[int, ...], vocab_size: int) -> float:
+    """Entropy of the token frequencies in nats: what a generator reaches that reads no context."""
+    some = np.linspace(0, len(examples) - 1, min(len(examples), 16_384)).astype(np.int64)
+    counts = np.zeros(vocab_size)
+    for begin in range(0, len(some), 2048):
+        ids, _, _ = examples.gather(some[begin : begin + 2048])
+        counts += np.bincount(ids.reshape(-1), minlength=vocab_size)
+    counts[list(special_ids)] = 0
+    share = counts[counts > 0] / max(1.0, counts.sum())
+    return float(-(share * np.log(share)).sum())
+
+
+def diagnose(evaluation: Evaluation, unigram: float, progress: float) -> list[str]:
+    """Sentences about what looks wrong and what to try; empty when the run looks alive.
+
+    Before a tenth of the run nothing is said: every run starts at the unigram entropy.
+    """
+    if progress < 0.1:
+        return []
+    found: list[str] = []
+    if evaluation.mlm_loss > unigram - 0.1:
+        found.append(
+            f"the generator predicts no better than token frequencies ({evaluation.mlm_loss:.2f} "
+            f"against an entropy of {unigram:.2f} nats). Try a longer warm-up, a lower learning "
+            "rate, a smaller batch with more steps, or --encoder.init local."
+        )
+    if evaluation.disc_auc is not None and evaluation.disc_auc < 0.53:
+        found.append(
+            f"the discriminator cannot tell replaced tokens (AUC {evaluation.disc_auc:.2f}). Wait "
+            "for the generator to learn first; if that does not help, lower the learning rate or "
+            "make the generator smaller."
+        )
+    return found

@@ -1,0 +1,220 @@
+"""Adam as in the paper and in the released code, and the learning-rate schedule.
+
+All parameters live in one flat float32 buffer, the moments and gradients in three more of the same
+layout. One step is then a handful of operations on long vectors instead of several per tensor, the
+global norm is one reduction, data parallelism is one all-reduce, and all of it can be recorded in a
+CUDA graph. In a bf16 run the linear layers compute with bfloat16 copies refreshed after each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .config import OptimConfig
+from .errors import CorruptError
+
+_ALIGN = 64  # elements: every tensor starts on a boundary that vector units and GPUs like
+
+
+class _Slot(NamedTuple):
+    """Where one parameter lives in the flat buffers."""
+
+    name: str
+    start: int
+    shape: torch.Size
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.shape.numel()].view(self.shape)
+
+
+class Adam:
+    """Adam with decoupled weight decay on everything but layer norms and biases.
+
+    released (`bias_correction=False`):  p ← p − lr · (m / (√v + ε) + wd · p)
+    textbook (`bias_correction=True`):   the same with m / (1 − β1ᵗ) and v / (1 − β2ᵗ)
+
+    A step whose gradient norm is not finite changes neither parameters nor moments; it is counted
+    in `bad_steps` (all) and `bad_in_a_row`, on the device, without waiting for it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: OptimConfig,
+        *,
+        working_dtype: torch.dtype = torch.float32,
+        compiled: bool = False,
+    ) -> None:
+        self.config = config
+        named = dict(module.named_parameters())
+        device = next(iter(named.values())).device
+        working = {
+            id(p)
+            for m in module.modules()
+            if isinstance(m, nn.Linear)
+            for p in m.parameters(recurse=False)
+            if working_dtype != torch.float32
+        }
+        # Order: embeddings | linear weights | linear biases | norms. What decays comes first and
+        # what has a working copy is contiguous, so both are slices.
+        self.slots: list[_Slot] = []
+        start, bounds = 0, [0]
+        for decays, works in ((True, False), (True, True), (False, True), (False, False)):
+            for name, parameter in named.items():
+                if is_decayed(name) == decays and (id(parameter) in working) == works:
+                    self.slots.append(_Slot(name, start, parameter.shape))
+                    start += -(-parameter.numel() // _ALIGN) * _ALIGN
+            bounds.append(start)
+        self._decay_end, self._working = bounds[2], slice(bounds[1], bounds[3])
+        self.master = torch.zeros(start, device=device)
+        self.grad, self.m, self.v = (torch.zeros_like(self.master) for _ in range(3))
+        self._shadow = self.master[self._working].to(working_dtype)
+        for slot in self.slots:
+            parameter = named[slot.name]
+            slot.of(self.master).copy_(parameter.detach())
+            if id(parameter) in working:
+                slot = slot._replace(start=slot.start - bounds[1])
+                parameter.data = slot.of(self._shadow)
+            else:
+                parameter.data = slot.of(self.master)
+        self.parameters = [named[slot.name] for slot in self.slots]
+        self._grads = [slot.of(self.grad) for slot in self.slots]
+        self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad_in_a_row = torch.zeros_like(self.bad_steps)
+        # False while a CUDA graph is recorded: the step runs and changes nothing.
+        self.live = torch.ones((), dtype=torch.bool, device=device)
+        update = torch.compile(_adam, dynamic=False) if compiled else _adam
+        self._update: Callable[..., None] = update
+        self._refresh()
+
+    def accumulate(self, grads: Sequence[Tensor], *, first: bool) -> None:
+        """Add the gradients of one micro-batch; the first one overwrites what was there."""
+        if first:
+            torch._foreach_copy_(self._grads, list(grads))  # pyright: ignore[reportPrivateImportUsage]
+        else:
+            wide = [g.float() for g in grads]
+            torch._foreach_add_(self._grads, wide)  # pyright: ignore[reportPrivateImportUsage]
+
+    def step(self, lr: Tensor, step: Tensor) -> Tensor:
+        """Clip by the global norm and update; returns the norm before clipping, on the device."""
+        c = self.config
+        norm = self.grad.norm()
+        finite = norm.isfinite()
+        apply = finite & self.live
+        scale = c.max_grad_norm / norm.clamp(min=c.max_grad_norm)
+        for part, decay in (
+            (slice(0, self._decay_end), c.weight_decay),
+            (slice(self._decay_end, None), 0.0),
+        ):
+            self._update(
+                self.master[part],
+                self.grad[part],
+                self.m[part],
+                self.v[part],
+                apply,
+                scale,
+                lr,
+                step + 1,
+                decay,
+                c,
+            )
+        self.bad_steps += ~finite & self.live
+        self.bad_in_a_row.copy_(torch.where(finite, 0, self.bad_in_a_row + self.live))
+        self._refresh()
+        return norm
+
+    def _refresh(self) -> None:
+        if self._shadow.dtype != torch.float32:
+            self._shadow.copy_(self.master[self._working])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Parameters (float32) and both moments by the parameters' names, as views."""
+        return {
+            key: {slot.name: slot.of(flat) for slot in self.slots}
+            for key, flat in (("model", self.master), ("m", self.m), ("v", self.v))
+        }
+
+    def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Restore what `state` gave; names and shapes must be the same."""
+        for key, tensors in self.state().items():
+            if key not in saved:
+                continue
+            given = saved[key]
+            if given.keys() != tensors.keys():
+                odd = sorted(given.keys() ^ tensors.keys())
+                raise CorruptError(
+                    f"Saved tensors do not fit this model: {', '.join(odd[:5])} …",
+                    where=f"checkpoint, {key}",
+                    fix="use the settings the checkpoint was made with",
+                )
+            for name, tensor in tensors.items():
+                if tensor.shape != given[name].shape:
+                    raise CorruptError(
+                        f"{name} has shape {tuple(given[name].shape)}, expected "
+                        f"{tuple(tensor.shape)}.",
+                        where=f"checkpoint, {key}",
+                        fix="use the settings the checkpoint was made with",
+                    )
+                tensor.copy_(given[name])
+        self._refresh()
+
+
+def is_decayed(name: str) -> bool:
+    """Weight decay applies to matrices and embeddings, not to layer norms and biases."""
+    return not (name.endswith("bias") or "norm" in name)
+
+
+def _adam(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    apply: Tensor,
+    scale: Tensor,
+    lr: Tensor,
+    t: Tensor,
+    decay: float,
+    c: OptimConfig,
+) -> None:
+    """One update of flat p, m, v in place; nothing changes where `apply` is false."""
+    g = g * scale
+    m_new = c.beta1 * m + (1 - c.beta1) * g
+    v_new = c.beta2 * v + (1 - c.beta2) * g * g
+    if c.bias_correction:
+        m_hat = m_new / (1 - c.beta1**t)
+        v_hat = v_new / (1 - c.beta2**t)
+    else:
+        m_hat, v_hat = m_new, v_new
+    update = m_hat / (v_hat.sqrt() + c.epsilon)
+    if decay:
+        update = update + decay * p
+    p.copy_(torch.where(apply, p - lr * update, p))
+    m.copy_(torch.where(apply, m_new, m))
+    v.copy_(torch.where(apply, v_new, v))
+
+
+def learning_rate(config: OptimConfig, step: int, progress: float, total_steps: float) -> float:
+    """The rate of a step, from how far the run is.
+
+    step: optimizer steps already done. progress: share of the run already done, by steps or by
+    the clock, 0 to 1. total_steps: steps of the whole run, estimated when the clock ends it.
+
+    then:   rises over the warm-up share w of the run, then falls in a straight line to 0.
+    times:  peak · (1 − t/T) · min(1, t/W); the decay runs from the first step (released code).
+    """
+    if config.warmup_percent is not None:
+        w = config.warmup_percent / 100
+        warm = (progress + 1 / total_steps) / w if w > 0 else 1.0
+    else:
+        w = config.warmup_steps / total_steps
+        warm = (step + 1) / config.warmup_steps if w > 0 else 1.0
+    left = max(0.0, 1.0 - progress)
+    if config.schedule == "times":
+        warm = min(1.0, step / (w * total_steps)) if w > 0 else 1.0
+        return config.learning_rate * left * warm
+    # `warm` counts the step that is about to be made: a rate of 0 would waste a batch.
+    return config.learning_rate * min(1.0, warm, left / (1 - w) if w < 1 else 1.0)

@@ -1,0 +1,84 @@
+"""What a run will take, before it is started: parameters, FLOPs, memory, tokens, time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .config import EncoderConfig, PretrainConfig
+from .flops import matmul_flops_per_token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Figures of a recipe; times are for a given rate of the device."""
+
+    discriminator_parameters: int
+    """Parameters that are kept, heads included."""
+    generator_parameters: int
+    """Parameters the generator adds."""
+    tokens_per_step: int
+    total_tokens: int
+    flops_per_token: float
+    """Matrix products only, forward and backward."""
+    total_flops: float
+    state_bytes: int
+    """Weights, gradients and both moments in float32, and bf16 working copies."""
+    activation_bytes_per_sequence: int
+    """Roughly what one sequence keeps for the backward pass in bf16; half as much again in fp32."""
+
+
+def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
+    """The figures of `config` for a vocabulary of `vocab_size`."""
+    kept, extra = count_parameters(config, vocab_size)
+    flops = matmul_flops_per_token(config, vocab_size)
+    tokens = config.tokens_per_step * config.run.train_steps
+    both = [config.encoder]
+    if config.objective.kind == "rtd":
+        both.append(config.generator_encoder)
+    logits = 3 * 2 * config.masked_slots * vocab_size
+    return Plan(
+        discriminator_parameters=kept,
+        generator_parameters=extra,
+        tokens_per_step=config.tokens_per_step,
+        total_tokens=tokens,
+        flops_per_token=flops,
+        total_flops=flops * tokens,
+        state_bytes=(kept + extra) * (4 * 4 + 2),
+        activation_bytes_per_sequence=sum(_activations(config, e) for e in both) + logits,
+    )
+
+
+def count_parameters(config: PretrainConfig, vocab_size: int) -> tuple[int, int]:
+    """Parameters of the kept network with its head, and those training adds to it."""
+    d, g = config.encoder, config.generator_encoder
+    embeddings = (vocab_size + d.max_positions + 2 + 2) * d.embedding_size
+    if config.objective.kind == "mlm":
+        return embeddings + _encoder(d) + _mlm_head(d, vocab_size), 0
+    D = d.hidden_size
+    head = (D * D + D if config.objective.disc_head == "dense" else 0) + D + 1
+    extra = _mlm_head(g, vocab_size)
+    if config.generator.sharing != "all":
+        extra += _encoder(g)
+    if config.generator.sharing == "none":
+        extra += embeddings
+    return embeddings + _encoder(d) + head, extra
+
+
+def _encoder(c: EncoderConfig) -> int:
+    D, F, E = c.hidden_size, c.ffn_size, c.embedding_size
+    block = 4 * D * D + 4 * D + 2 * D * F + F + D + 4 * D
+    return c.layers * block + (E * D + D if E != D else 0)
+
+
+def _mlm_head(c: EncoderConfig, vocab_size: int) -> int:
+    return c.hidden_size * c.embedding_size + 3 * c.embedding_size + vocab_size
+
+
+def _activations(config: PretrainConfig, c: EncoderConfig) -> int:
+    """bf16 tensors a block keeps: inputs of its four products, q, k, v, both norms' inputs, GELU's
+    input; plus the attention matrix when dropout makes it explicit."""
+    T = config.data.sequence_length
+    block = T * (8 * c.hidden_size + 2 * c.ffn_size) * 2
+    if c.attention_dropout > 0:
+        block += c.attention_heads * T * T * 6
+    return c.layers * block

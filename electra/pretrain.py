@@ -1,0 +1,573 @@
+"""Pre-training: build the networks, run the loop, leave a directory that continues and exports.
+
+    RUN/config.json      every setting          RUN/metrics.jsonl   what happened, step by step
+    RUN/run.json         corpus, machine        RUN/checkpoints/    see checkpoint.py
+    RUN/tokenizer/       as the corpus had it   RUN/curves.png      a look at metrics.jsonl
+
+The loop stands in `_train` and the optimizer step in `Trainer.train_step`; both are meant to be
+read. A checkpoint holds weights, moments and the step: order, masks, samples and dropout follow
+from the step, so continuing is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import __version__
+from . import runtime as runtimes
+from .batches import Batches, Block
+from .checkpoint import Saver, load_newest
+from .config import PretrainConfig, from_dict, to_dict
+from .corpus import Corpus
+from .errors import ElectraError, NumericError, Stopped
+from .evaluate import diagnose, evaluate, unigram_entropy
+from .files import exclusive, json_bytes, write_atomic
+from .flops import matmul_flops_per_token
+from .objectives import Losses, Objective, SpecialIds, build_objective
+from .optim import Adam, learning_rate
+from .randomness import StepRng
+from .runlog import RunLog, draw_curves
+from .runtime import Runtime, StopRequest
+
+# What may differ when a run is continued; anything else would make it another experiment.
+_MAY_CHANGE = (
+    "optim.learning_rate",
+    "run.train_steps",
+    "run.minutes",
+    "run.device",
+    "run.precision",
+    "run.compile",
+    "run.cuda_graph",
+    "run.deterministic",
+    "run.threads",
+    "run.log_every",
+    "run.eval_every",
+    "run.eval_batches",
+    "run.save_every",
+    "run.keep_checkpoints",
+    "run.max_bad_steps",
+    "data.micro_batch",
+    "data.on_device",
+)
+
+
+def pretrain(
+    config: PretrainConfig,
+    corpus: Corpus,
+    out: Path,
+    *,
+    initial: dict[str, Tensor] | None = None,
+    quiet: bool = False,
+) -> None:
+    """Train until the steps or the minutes are used up; the same call again continues.
+
+    initial: parameters by name to start from instead of a random draw (an imported model).
+    Raises Stopped after a signal, once everything is saved.
+    """
+    check_fits(config, corpus)
+    # Read before the run is entered, so that a resumed run computes with the same thread count.
+    before = _read_json(out / "run.json")
+    runtime = runtimes.start(config.run, threads=before.get("threads"))
+    if config.data.batch_size % runtime.world:
+        raise ElectraError(
+            f"A global batch of {config.data.batch_size} cannot be split over "
+            f"{runtime.world} processes.",
+            where="data.batch_size",
+            fix="use a batch size that is a multiple of the number of processes",
+        )
+    with exclusive(out) if runtime.is_main else contextlib.nullcontext(), StopRequest() as stop:
+        if runtime.is_main:
+            _enter_run(config, corpus, out, runtime, before)
+        runtime.agree(0.0)  # the others wait until the directory is there
+        _train(config, corpus, out, runtime, stop, initial, quiet)
+
+
+def _train(
+    config: PretrainConfig,
+    corpus: Corpus,
+    out: Path,
+    runtime: Runtime,
+    stop: StopRequest,
+    initial: dict[str, Tensor] | None,
+    quiet: bool,
+) -> None:
+    run = config.run
+    special = SpecialIds(**corpus.special_ids)
+    batches = Batches(corpus.train, config, runtime)
+    objective = build_objective(config, corpus.vocab_size, special, padded=batches.padded)
+    objective = objective.to(runtime.device)
+    trainer = Trainer(objective, batches, config, runtime)
+    if initial is not None:
+        trainer.optimizer.load({"model": initial})
+    saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
+    early_warnings: list[str] = []
+    saved = load_newest(out / "checkpoints", warn=early_warnings.append)
+    if saved is not None:
+        trainer.load(saved.tensors, saved.step)
+    first_step = saved.step if saved else 0
+    seconds = float(saved.state["seconds"]) if saved else 0.0
+
+    log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet)
+    for text in early_warnings:
+        log.warn(text)
+    log.note(
+        f"{config.name}: step {first_step:,} of {run.train_steps:,}"
+        + (f", at most {run.minutes:g} minutes" if run.minutes else "")
+        + f" · {runtime.describe()['device']}, {runtime.describe()['dtype']}"
+    )
+    flops = matmul_flops_per_token(config, corpus.vocab_size)
+    peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
+    ids = tuple(special)
+    unigram = unigram_entropy(corpus.train, ids, corpus.vocab_size) if runtime.is_main else 0.0
+    trainer.record()  # compile and capture; not part of the budget
+
+    def progress_at(step: int, clock: float) -> float:
+        """Share of the run that is done, by steps or by the clock, whichever is further."""
+        by_clock = clock / (60 * run.minutes) if run.minutes else 0.0
+        return min(1.0, max(step / run.train_steps, by_clock))
+
+    def save(step: int) -> None:
+        if saver is not None:
+            saver.save(step, trainer.state(), {"seconds": seconds, "config": config.name})
+
+    def held_out(step: int, progress: float) -> None:
+        if not runtime.is_main or not len(corpus.held_out):
+            return
+        result = evaluate(objective, corpus.held_out, batches=run.eval_batches)
+        log.write("eval", step, {**result.as_dict(), "unigram_entropy": unigram})
+        shown = f"step {step:,} held out: generator {result.mlm_loss:.3f} nats"
+        shown += f" ({100 * result.mlm_accuracy:.1f} % right)"
+        if result.disc_auc is not None:
+            shown += f", discriminator AUC {result.disc_auc:.3f}"
+            shown += f", precision {result.disc_precision:.2f}, recall {result.disc_recall:.2f}"
+        log.note(shown)
+        for text in diagnose(result, unigram, progress):
+            log.warn(text)
+            log.write("event", step, {"warning": text})
+
+    step, progress = first_step, progress_at(first_step, seconds)
+    clock = Clock(seconds)
+    try:
+        with clock:
+            while progress < 1.0:
+                if trainer.needs_block:
+                    seconds = runtime.agree(clock.read())
+                    progress = progress_at(step, seconds)
+                    if progress >= 1.0:
+                        break
+                    total = float(run.train_steps)
+                    if run.minutes and step > 0:  # the clock may end the run first
+                        total = max(step, step / progress)
+                    trainer.load_block(
+                        step,
+                        [
+                            learning_rate(config.optim, s, progress_at(s, seconds), total)
+                            for s in range(step, step + trainer.block_steps)
+                        ],
+                    )
+                trainer.step()
+                step += 1
+                progress = progress_at(step, seconds)
+
+                # Once in a while: look, judge, save.
+                if step % run.log_every == 0 or progress >= 1.0:
+                    _log_training(trainer, log, clock, config, step, progress, flops, peak)
+                if step % run.eval_every == 0 and progress < 1.0:
+                    with clock.paused():
+                        held_out(step, progress)
+                if step % run.save_every == 0 and progress < 1.0:
+                    seconds = clock.read()
+                    save(step)
+                if runtime.any(stop()) if trainer.may_stop else False:
+                    seconds = clock.read()
+                    save(step)
+                    raise Stopped
+        if step > first_step:
+            seconds = clock.read()
+            save(step)
+            held_out(step, 1.0)
+    finally:
+        if saver is not None:
+            saver.wait()
+        log.close()
+    if runtime.is_main and not quiet:
+        draw_curves(out)
+
+
+@dataclass
+class Meter:
+    """Sums of what the steps since the last line of metrics did, kept on the device."""
+
+    sums: Tensor  # (FIELDS,) float64
+
+    FIELDS = ("mlm", "disc", "mlm_correct", "replaced", "disc_correct", "masked", "tokens", "norm")
+
+    def add_losses(self, losses: Losses) -> None:
+        """The share of one micro-batch."""
+        self.sums[:5] += torch.stack([p.detach().double() for p in losses[1:]])
+
+    def add_step(self, counts: tuple[Tensor, Tensor], norm: Tensor) -> None:
+        """What is known of the step as a whole: masked positions, tokens, gradient norm."""
+        self.sums[5:] += torch.stack([p.double() for p in (*counts, norm)])
+
+
+class Trainer:
+    """One process's share of the optimizer steps, eager or as a recorded CUDA graph."""
+
+    def __init__(
+        self, objective: Objective, batches: Batches, config: PretrainConfig, runtime: Runtime
+    ) -> None:
+        self.objective, self.batches = objective, batches
+        self.config, self.runtime = config, runtime
+        self.optimizer = Adam(
+            objective, config.optim, working_dtype=runtime.dtype, compiled=runtime.compiled
+        )
+        compiled = torch.compile(objective, fullgraph=True, dynamic=False)
+        self.forward = compiled if runtime.compiled else objective
+        rows = config.data.batch_size // runtime.world
+        micro = min(config.data.micro_batch or rows, rows)
+        self.micro_batches = [slice(i, min(i + micro, rows)) for i in range(0, rows, micro)]
+        # A GPU is fed many steps ahead so that it never waits for Python.
+        self.block_steps = 32 if runtime.device.type == "cuda" else 1
+        device = runtime.device
+        self.slot = torch.zeros((), dtype=torch.int64, device=device)  # place in the block
+        self.counter = torch.zeros((), dtype=torch.int64, device=device)  # steps done
+        self.rates = torch.zeros(self.block_steps, device=device)
+        self.row = torch.arange(batches.rows.start, batches.rows.stop, device=device)
+        self.meter = Meter(torch.zeros(len(Meter.FIELDS), dtype=torch.float64, device=device))
+        self.block: Block | None = None
+        self._left = 0  # steps left in the block
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    # ------------------------------------------------------------------ the step
+
+    def train_step(self) -> None:
+        """One optimizer step; every number it needs is already on the device."""
+        assert self.block is not None
+        for i, rows in enumerate(self.micro_batches):
+            batch = self.block.batch(self.slot, rows, self.config)
+            rng = StepRng(self.config.run.seed, self.counter, self.row[rows])
+            losses = self.forward(batch, rng)
+            grads = torch.autograd.grad(losses.total, self.optimizer.parameters)
+            self.optimizer.accumulate(grads, first=i == 0)
+            self.meter.add_losses(losses)
+        self.runtime.sum_(self.optimizer.grad)  # losses are shares of the global mean: add up
+        rate = self.rates.index_select(0, self.slot.view(1))
+        norm = self.optimizer.step(rate, self.counter)
+        self.meter.add_step(self.block.counts(self.slot, self.config), norm)
+        self.slot += 1
+        self.counter += 1
+
+    # ------------------------------------------------------------------ around it
+
+    @property
+    def needs_block(self) -> bool:
+        return self._left == 0
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether all processes are at the same place and can agree on stopping."""
+        return self.runtime.world == 1 or self._left == 0
+
+    def load_block(self, step: int, rates: list[float]) -> None:
+        """Bring the batches and learning rates of the next steps to the device."""
+        block = self.batches.block(step, self.block_steps)
+        if self.block is None:
+            self.block = block
+        else:  # a recorded graph reads these addresses
+            for old, new in zip(self.block, block, strict=True):
+                old.copy_(new)
+        self.rates.copy_(torch.tensor(rates))
+        self.slot.zero_()
+        self._left = self.block_steps
+
+    def step(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.train_step()
+        self._left -= 1
+
+    def record(self) -> None:
+        """Compile the step and record it as a CUDA graph; training state stays as it was."""
+        if not (self.runtime.compiled or self.runtime.cuda_graph):
+            return
+        saved_step = int(self.counter)
+        sums = self.meter.sums.clone()
+        self.load_block(saved_step, [0.0] * self.block_steps)
+        self.optimizer.live.fill_(False)
+        if self.runtime.cuda_graph:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.train_step()
+            torch.cuda.current_stream().wait_stream(side)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.train_step()
+        else:
+            self.train_step()
+        self.optimizer.live.fill_(True)
+        self.optimizer.bad_in_a_row.zero_()
+        self.counter.fill_(saved_step)
+        self.meter.sums.copy_(sums)
+        self._left = 0
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of a checkpoint, by file."""
+        state = self.optimizer.state()
+        moments = {f"{key}.{name}": t for key in ("m", "v") for name, t in state[key].items()}
+        extra = {"meter": self.meter.sums, "bad_steps": self.optimizer.bad_steps}
+        return {"model": state["model"], "optimizer": {**moments, **extra}}
+
+    def load(self, tensors: dict[str, dict[str, Tensor]], step: int) -> None:
+        optimizer = tensors["optimizer"]
+        self.optimizer.load(
+            {
+                "model": tensors["model"],
+                **{
+                    key: {n[2:]: t for n, t in optimizer.items() if n.startswith(f"{key}.")}
+                    for key in ("m", "v")
+                },
+            }
+        )
+        self.meter.sums.copy_(optimizer["meter"])
+        self.optimizer.bad_steps.copy_(optimizer["bad_steps"])
+        self.counter.fill_(step)
+
+
+def _log_training(
+    trainer: Trainer,
+    log: RunLog,
+    clock: Clock,
+    config: PretrainConfig,
+    step: int,
+    progress: float,
+    flops: float,
+    peak: float,
+) -> None:
+    """Averages since the last call, to the metrics and the terminal; stops a run that is broken."""
+    # Losses and counts are this process's share; lengths of the batch and the norm are global.
+    parts = trainer.meter.sums.clone()
+    trainer.runtime.sum_(parts[:5])
+    sums = dict(zip(Meter.FIELDS, parts.tolist(), strict=True))
+    bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.bad_in_a_row)
+    trainer.meter.sums.zero_()
+    steps = (step - 1) % config.run.log_every + 1
+    masked, tokens = max(1.0, sums["masked"]), max(1.0, sums["tokens"])
+    o = config.objective
+    loss = o.gen_weight * sums["mlm"] + o.disc_weight * sums["disc"] * (o.kind == "rtd")
+    seconds, rate = clock.lap(tokens)
+    values = {
+        "loss": loss / steps,
+        "mlm_loss": sums["mlm"] / steps,
+        "mlm_accuracy": sums["mlm_correct"] / masked,
+        "learning_rate": float(trainer.rates[max(0, int(trainer.slot) - 1)]),
+        "grad_norm": sums["norm"] / steps,
+        "bad_steps": bad,
+        "seconds": seconds,
+        "tokens_per_second": rate,
+        "mfu": rate * flops / peak,
+    }
+    if o.kind == "rtd":
+        values["disc_loss"] = sums["disc"] / steps
+        values["disc_accuracy"] = sums["disc_correct"] / tokens
+        values["replaced_percent"] = 100 * sums["replaced"] / tokens
+    log.write("train", step, values)
+    left = seconds * (1 - progress) / progress if progress > 0 else 0.0
+    line = f"step {step:,}  loss {values['loss']:.3f}  mlm {values['mlm_loss']:.3f}"
+    if o.kind == "rtd":
+        line += f"  disc {values['disc_loss']:.4f}  replaced {values['replaced_percent']:.1f} %"
+    line += (
+        f"  gen right {100 * values['mlm_accuracy']:.1f} %  lr {values['learning_rate']:.2e}"
+        f"  {rate:,.0f} tokens/s  MFU {100 * values['mfu']:.1f} %  left {_duration(left)}"
+    )
+    log.progress(progress, line)
+    if in_a_row >= config.run.max_bad_steps:
+        raise NumericError(
+            f"{in_a_row} steps in a row gave a gradient that is not finite; none of them reached "
+            "the weights.",
+            where=f"step {step}",
+            fix="continue with a lower --optim.learning-rate, or --run.precision fp32",
+        )
+
+
+class Clock:
+    """Seconds of training: runs while entered, stands still while paused, survives a resume."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: float | None = None
+        self._lap = seconds
+
+    def __enter__(self) -> Clock:
+        self._since = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._seconds, self._since = self.read(), None
+
+    def read(self) -> float:
+        running = time.perf_counter() - self._since if self._since is not None else 0.0
+        return self._seconds + running
+
+    @contextlib.contextmanager
+    def paused(self) -> Any:
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def lap(self, amount: float) -> tuple[float, float]:
+        """Seconds so far, and `amount` per second since the last lap."""
+        now = self.read()
+        rate = amount / max(1e-9, now - self._lap)
+        self._lap = now
+        return now, rate
+
+
+# ---------------------------------------------------------------------- the run directory
+
+
+def check_fits(config: PretrainConfig, corpus: Corpus) -> None:
+    """The corpus has the settings' sequence length and at least one example."""
+    if corpus.sequence_length != config.data.sequence_length:
+        raise ElectraError(
+            f"The corpus holds sequences of {corpus.sequence_length} tokens, the settings ask for "
+            f"{config.data.sequence_length}.",
+            where="data.sequence_length",
+            fix=f"prepare the corpus with --length {config.data.sequence_length}, or train with "
+            f"--data.sequence-length {corpus.sequence_length}",
+        )
+    if len(corpus.train) == 0:
+        raise ElectraError(
+            "The corpus holds no training example.",
+            where=str(corpus.path),
+            fix="prepare it from more text",
+        )
+
+
+def _enter_run(
+    config: PretrainConfig,
+    corpus: Corpus,
+    out: Path,
+    runtime: Runtime,
+    before: dict[str, Any],
+) -> None:
+    """Create the run directory, or make sure that an existing one is the same experiment."""
+    if before:
+        changed = differences(before["config"], to_dict(config))
+        forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
+        if forbidden:
+            raise ElectraError(
+                "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
+                where=str(out),
+                fix="give the settings the run began with, or choose another --out",
+            )
+        for key, mine, theirs in (
+            ("corpus", corpus.fingerprint, before["corpus_fingerprint"]),
+            ("tokenizer", corpus.tokenizer_hash, before["tokenizer_hash"]),
+        ):
+            if mine != theirs:
+                raise ElectraError(
+                    f"This run was started with another {key}: {theirs[:12]}…, now {mine[:12]}….",
+                    where=str(out),
+                    fix=f"give the {key} the run began with, or choose another --out",
+                )
+    elif (out / "checkpoints").exists():
+        raise ElectraError(
+            "This directory has checkpoints but no run.json.",
+            where=str(out),
+            fix="restore run.json, or choose another --out",
+        )
+    if not (out / "tokenizer").exists():
+        shutil.copytree(corpus.tokenizer_dir, out / "tokenizer")
+    write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
+    record = {
+        "format": 1,
+        "version": __version__,
+        "config": to_dict(config),
+        "corpus_fingerprint": corpus.fingerprint,
+        "tokenizer_hash": corpus.tokenizer_hash,
+        "vocab_size": corpus.vocab_size,
+        "special_ids": corpus.special_ids,
+        "train_examples": len(corpus.train),
+        "environment": runtime.describe(),
+        "threads": runtime.threads,
+    }
+    write_atomic(out / "run.json", json_bytes(record, indent=1))
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """The newest state of a run, for export and continued use."""
+
+    config: PretrainConfig
+    objective: Objective
+    step: int
+    tokenizer_dir: Path
+    tokenizer_hash: str
+
+
+def load_run(run: Path) -> LoadedRun:
+    """The networks of a run directory at its newest intact checkpoint, float32 on the CPU."""
+    record = _read_json(run / "run.json")
+    saved = load_newest(run / "checkpoints") if record else None
+    if not record or saved is None:
+        raise ElectraError(
+            "This is not a run with a checkpoint.",
+            where=str(run),
+            fix="give the --out directory of `electra pretrain`",
+        )
+    config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
+    objective = build_objective(
+        config, record["vocab_size"], SpecialIds(**record["special_ids"]), padded=True
+    )
+    Adam(objective, config.optim).load({"model": saved.tensors["model"]})
+    return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted setting -> 'setting: old → new', for all that differ."""
+    changed: dict[str, str] = {}
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed |= differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            changed[f"{prefix}{key}"] = f"{prefix}{key}: {a} → {b}"
+    return changed
+
+
+def with_steps(config: PretrainConfig, steps: int) -> PretrainConfig:
+    """`config` with another number of steps."""
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, train_steps=steps))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ElectraError(
+            f"The file is not valid JSON: {error}.", where=str(path), fix="restore it from a backup"
+        ) from error
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(int(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours} h {m:02d} min" if hours else f"{m} min {s:02d} s"

@@ -1,0 +1,116 @@
+"""Random numbers as a function of (seed, step, purpose, row, column).
+
+Nothing here has a state: the mask of row 7 at step 1000 is the same on a CPU and on a GPU, in one
+process and in eight, in the first run and after a resume. The bits are Philox4x32-10 (Salmon et
+al. 2011) written in int64 tensor operations, whose low 64 bits wrap exactly like unsigned ones;
+`step` may be a device tensor, so that a recorded CUDA graph draws new numbers at every replay.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_ROUND_0, _ROUND_1 = 0xD2511F53, 0xCD9E8D57
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+
+
+class Purpose(enum.IntEnum):
+    """What a draw is for; each has a key of its own. New purposes go to the end."""
+
+    POSITIONS = 0  # which positions are masked
+    SHOWN = 1  # [MASK], a random token or the token itself
+    RANDOM_TOKEN = 2  # which random token (BERT's 10 %)
+    SAMPLE = 3  # the generator's samples
+    DROPOUT = 4  # sites follow from here: DROPOUT + site
+
+
+class StepRng(NamedTuple):
+    """The key of one step: draws for the rows `rows` of its global batch."""
+
+    seed: int
+    step: Tensor  # () int64
+    rows: Tensor  # (B,) int64, place of each sequence in the global batch
+
+    def uniform(self, purpose: Purpose, columns: int) -> Tensor:
+        """Uniform numbers in [0, 1) with 24 random bits each, (B, columns) float32."""
+        return (self.bits(purpose, columns) >> 8).float() * 2.0**-24
+
+    def bits(self, purpose: int, columns: int) -> Tensor:
+        """Random 32-bit words as int64, (B, columns)."""
+        blocks = (columns + 3) // 4
+        column = torch.arange(blocks, device=self.rows.device).expand(len(self.rows), blocks)
+        row = self.rows[:, None].expand_as(column)
+        step_low, step_high = self.step & _WORD, (self.step >> 32) & _WORD
+        counter = (row, column, step_low.expand_as(column), step_high.expand_as(column))
+        words = philox(counter, (self.seed & _WORD, int(purpose)))
+        return torch.stack(words, dim=-1).flatten(1)[:, :columns]
+
+    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
+        """x with each element zeroed with probability p and the rest scaled by 1 / (1 − p).
+
+        Every row gets a Philox key; its elements are told apart by an integer hash, which costs
+        a handful of 32-bit operations where Philox would cost a hundred.
+        """
+        key = self.bits(Purpose.DROPOUT + site, 1).int().view(-1, *[1] * (x.dim() - 1))
+        element = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
+        word = _hash32(element.view(1, *x.shape[1:]) ^ key)
+        kept = ((word >> 8) & 0xFFFFFF) >= int(p * 2**24)
+        return torch.where(kept, x / (1.0 - p), 0.0).to(x.dtype)
+
+
+def philox(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 of a counter of four 32-bit words (int64 tensors) under a two-word key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        product_0, product_1 = c0 * _ROUND_0, c2 * _ROUND_1
+        high_0, low_0 = (product_0 >> 32) & _WORD, product_0 & _WORD
+        high_1, low_1 = (product_1 >> 32) & _WORD, product_1 & _WORD
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + _WEYL_0) & _WORD, (k1 + _WEYL_1) & _WORD
+    return c0, c1, c2, c3
+
+
+def _hash32(x: Tensor) -> Tensor:
+    """A bijective mix of int32 words (two multiply-xorshift rounds)."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -2073254261  # 0x846CA68B
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+def shuffled(position: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Example at each place of an endless, per-epoch reshuffled pass over `size` examples.
+
+    `position` counts examples since the start of training; epoch e is a permutation of
+    range(size) keyed by (seed, e). A Feistel network with cycle walking finds any place in
+    constant time and memory, so there is no order to store and none to restore.
+    """
+    epoch, index = np.divmod(position.astype(np.uint64), np.uint64(size))
+    half = max(1, (int(size - 1).bit_length() + 1) // 2)
+    low = np.uint64((1 << half) - 1)
+    key = _mix64(epoch + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64))
+    outside = np.ones(index.shape, dtype=bool)  # not yet walked back into range(size)
+    while outside.any():
+        left, right = index[outside] >> np.uint64(half), index[outside] & low
+        for turn in range(6):
+            left, right = right, left ^ (_mix64(right + key[outside] + np.uint64(turn << 56)) & low)
+        index[outside] = (left << np.uint64(half)) | right
+        outside = index >= size
+    return index.astype(np.int64)
+
+
+def _mix64(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 on uint64 words, which wrap."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

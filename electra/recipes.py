@@ -1,0 +1,184 @@
+"""Every experiment as a function that returns its complete settings.
+
+The paper's hyper-parameter table (appendix A, table 6) stands here column by column. A profile
+says how the points are read on which the paper's text and the released code differ
+(docs/deviations.md): `paper` is the text, `released` is Google's code, `best` is the default: the
+paper's masking, the released discriminator head, textbook Adam.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from .config import (
+    DataConfig,
+    EncoderConfig,
+    GeneratorConfig,
+    ObjectiveConfig,
+    OptimConfig,
+    PretrainConfig,
+    RunConfig,
+)
+from .errors import ElectraError
+
+Profile = Literal["best", "paper", "released"]
+
+
+def tiny() -> PretrainConfig:
+    """A few minutes on two CPU cores: small enough to watch, real enough to learn."""
+    return PretrainConfig(
+        name="tiny",
+        encoder=EncoderConfig(
+            layers=4,
+            hidden_size=128,
+            ffn_size=512,
+            attention_heads=4,
+            embedding_size=128,
+            max_positions=128,
+            dropout=0.0,
+            attention_dropout=0.0,
+            init="local",
+        ),
+        generator=GeneratorConfig(width=0.5, depth=0.5),
+        optim=OptimConfig(learning_rate=2e-3, warmup_percent=10.0, beta2=0.98),
+        data=DataConfig(sequence_length=64, batch_size=32),
+        run=RunConfig(
+            train_steps=3000, log_every=50, eval_every=500, save_every=500, eval_batches=16
+        ),
+    )
+
+
+def small() -> PretrainConfig:
+    """ELECTRA-Small: 14M parameters, 1M steps, batch 128, length 128."""
+    return PretrainConfig(name="small")
+
+
+def small_plus_plus() -> PretrainConfig:
+    """ELECTRA-Small++: 4M steps, length 512, a generator of full width, as released."""
+    c = small()
+    return replace(
+        c,
+        name="small++",
+        generator=replace(c.generator, width=1.0),
+        data=replace(c.data, sequence_length=512),
+        run=replace(c.run, train_steps=4_000_000),
+    )
+
+
+def base() -> PretrainConfig:
+    """ELECTRA-Base: 110M parameters, 766k steps, batch 256, length 512."""
+    return PretrainConfig(
+        name="base",
+        encoder=EncoderConfig(
+            layers=12, hidden_size=768, ffn_size=3072, attention_heads=12, embedding_size=768
+        ),
+        generator=GeneratorConfig(width=1 / 3),
+        optim=OptimConfig(learning_rate=2e-4),
+        data=DataConfig(sequence_length=512, batch_size=256),
+        run=RunConfig(train_steps=766_000),
+    )
+
+
+def base_plus_plus() -> PretrainConfig:
+    """ELECTRA-Base++: as base for 4M steps on the larger corpus."""
+    c = base()
+    return replace(c, name="base++", run=replace(c.run, train_steps=4_000_000))
+
+
+def large() -> PretrainConfig:
+    """ELECTRA-Large (400K): 335M parameters, batch 2048, length 512, 25 % masked."""
+    return PretrainConfig(
+        name="large",
+        encoder=EncoderConfig(
+            layers=24, hidden_size=1024, ffn_size=4096, attention_heads=16, embedding_size=1024
+        ),
+        generator=GeneratorConfig(width=0.25),
+        objective=ObjectiveConfig(mask_percent=25.0),
+        optim=OptimConfig(learning_rate=2e-4),
+        data=DataConfig(sequence_length=512, batch_size=2048),
+        run=RunConfig(train_steps=400_000),
+    )
+
+
+def large_1_75m() -> PretrainConfig:
+    """ELECTRA-1.75M: large, trained for 1.75M steps."""
+    c = large()
+    return replace(c, name="large-1.75m", run=replace(c.run, train_steps=1_750_000))
+
+
+def bert_small() -> PretrainConfig:
+    """BERT-Small: the small encoder with masked language modelling, 1.45M steps for equal FLOPs."""
+    return _bert(small(), "bert-small", 1_450_000)
+
+
+def bert_base() -> PretrainConfig:
+    """BERT-Base: the base encoder with masked language modelling, 1M steps."""
+    return _bert(base(), "bert-base", 1_000_000)
+
+
+def bert_large() -> PretrainConfig:
+    """BERT-Large: the large encoder with masked language modelling, 464k steps, 15 % masked."""
+    return _bert(large(), "bert-large", 464_000)
+
+
+def _bert(c: PretrainConfig, name: str, steps: int) -> PretrainConfig:
+    masking = replace(
+        c.objective,
+        kind="mlm",
+        mask_percent=15.0,
+        mask_token_percent=80.0,
+        random_token_percent=10.0,
+    )
+    return replace(c, name=name, objective=masking, run=replace(c.run, train_steps=steps))
+
+
+RECIPES: dict[str, Callable[[], PretrainConfig]] = {
+    "tiny": tiny,
+    "small": small,
+    "small++": small_plus_plus,
+    "base": base,
+    "base++": base_plus_plus,
+    "large": large,
+    "large-1.75m": large_1_75m,
+    "bert-small": bert_small,
+    "bert-base": bert_base,
+    "bert-large": bert_large,
+}
+
+
+def with_profile(config: PretrainConfig, profile: Profile) -> PretrainConfig:
+    """`config` with every point of docs/deviations.md read as the profile reads it."""
+    o, a = config.objective, config.optim
+    if profile == "best":
+        return config
+    if profile == "paper":
+        return replace(config, objective=replace(o, disc_head="linear"))
+    return replace(
+        config,
+        objective=replace(
+            o,
+            mask_count="round",
+            mask_positions="with_replacement",
+            duplicate_draws="average",
+            mask_token_percent=85.0,
+            random_token_percent=0.0,
+            disc_head="dense",
+        ),
+        optim=replace(a, schedule="times", bias_correction=False),
+    )
+
+
+def recipe(name: str, profile: Profile = "best") -> PretrainConfig:
+    """The settings of the recipe called `name`."""
+    if name not in RECIPES:
+        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ElectraError(
+            f"There is no recipe {name!r}.",
+            where="recipe",
+            fix=f"{hint}known recipes: {', '.join(RECIPES)}",
+        )
+    return with_profile(RECIPES[name](), profile)

@@ -1,0 +1,163 @@
+"""What a run tells: metrics.jsonl always, the terminal while it runs, TensorBoard if installed,
+curves.png for a look.
+
+One line of metrics.jsonl is one moment: {"kind": "train" | "eval" | "event", "step": …, values}.
+Non-finite numbers are written as strings, never dropped. After a resume the lines of steps that
+will be trained again are cut off, so the file reads like that of an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from .files import write_atomic
+
+
+class RunLog:
+    """Metrics of one run directory; on all but the main process every method does nothing."""
+
+    def __init__(self, directory: Path, *, active: bool, from_step: int, quiet: bool) -> None:
+        self.directory, self.active = directory, active
+        self._progress: Progress | None = None
+        self._last_line = -math.inf
+        self._quiet = quiet
+        if not active:
+            return
+        self.path = directory / "metrics.jsonl"
+        if self.path.exists():
+            kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
+            write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        self._board = _tensorboard(directory)
+        self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
+        if self.console.is_terminal and not quiet:
+            self._progress = Progress(
+                BarColumn(bar_width=20),
+                TextColumn("{task.percentage:>5.1f} %  {task.fields[line]}"),
+                console=self.console,
+            )
+            self._task = self._progress.add_task("", total=1.0, line="compiling the step …")
+            self._progress.start()
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Append one moment."""
+        if not self.active:
+            return
+        safe = {k: _json_number(v) for k, v in values.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **safe}) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def progress(self, share: float, line: str) -> None:
+        """Show how far the run is; without a terminal at most one line in five seconds."""
+        if not self.active:
+            return
+        if self._progress is not None:
+            self._progress.update(self._task, completed=share, line=line)
+        elif time.monotonic() - self._last_line > 5 or share >= 1:
+            self._last_line = time.monotonic()
+            self.console.print(f"{100 * share:5.1f} %  {line}", soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """A sentence for the person watching."""
+        if self.active:
+            self.console.print(text, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """A warning, on the terminal and in the metrics."""
+        if self.active:
+            self.console.print(f"[bold yellow]warning[/]: {text}", soft_wrap=True)
+
+    def close(self) -> None:
+        if not self.active:
+            return
+        if self._progress is not None:
+            self._progress.stop()
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _tensorboard(directory: Path) -> Any:
+    try:
+        from torch.utils.tensorboard.writer import SummaryWriter
+    except ImportError:  # an optional extra; metrics.jsonl holds the same numbers
+        return None
+    return SummaryWriter(str(directory / "tensorboard"))
+
+
+def _json_number(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """All complete lines of a run's metrics; a last line cut off by a crash is left out."""
+    metrics: list[dict[str, Any]] = []
+    for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            metrics.append(json.loads(line))
+        except ValueError:
+            continue
+    return metrics
+
+
+def draw_curves(directory: Path) -> Path | None:
+    """curves.png of a run: both losses, what held-out text shows, learning rate and gradient."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    metrics = read_metrics(directory)
+    train = [m for m in metrics if m["kind"] == "train"]
+    held = [m for m in metrics if m["kind"] == "eval"]
+    if not train:
+        return None
+
+    def draw(axis: Any, rows: list[dict[str, Any]], key: str, label: str) -> None:
+        points = [(m["step"], m[key]) for m in rows if isinstance(m.get(key), int | float)]
+        if points:
+            axis.plot(*zip(*points, strict=True), label=label)
+
+    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
+    a.set_title("generator: masked language modelling, nats")
+    draw(a, train, "mlm_loss", "training")
+    draw(a, held, "mlm_loss", "held out")
+    unigram = next((m["unigram_entropy"] for m in held if "unigram_entropy" in m), None)
+    if unigram is not None:
+        a.axhline(unigram, color="grey", linestyle=":", label="token frequencies alone")
+    b.set_title("discriminator: binary cross-entropy")
+    draw(b, train, "disc_loss", "training")
+    draw(b, held, "disc_loss", "held out")
+    c.set_title("held-out text")
+    draw(c, held, "disc_auc", "AUC of replaced tokens")
+    draw(c, held, "mlm_accuracy", "generator's accuracy")
+    draw(c, held, "disc_recall", "recall")
+    d.set_title("learning rate and gradient norm")
+    draw(d, train, "learning_rate", "learning rate")
+    other = d.twinx()
+    draw(other, train, "grad_norm", "gradient norm")
+    other.set_yscale("log")
+    for line in other.get_lines():
+        line.set_color("tab:orange")
+    for axis in (a, b, c, d):
+        axis.set_xlabel("step")
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
+    path = directory / "curves.png"
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path

@@ -1,0 +1,217 @@
+"""Where a run happens: device, precision, processes, threads, signals.
+
+Everything is decided once, before the first step, and written into the run; a wish that cannot be
+met is an error, never a quiet substitute.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import RunConfig
+from .errors import ElectraError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """The resolved answers."""
+
+    device: torch.device
+    dtype: torch.dtype
+    compiled: bool
+    cuda_graph: bool
+    threads: int
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def describe(self) -> dict[str, Any]:
+        """What a reader of a result wants to know about the machine."""
+        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else None
+        return {
+            "device": gpu or cpu_name(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "compiled": self.compiled,
+            "cuda_graph": self.cuda_graph,
+            "threads": self.threads,
+            "processes": self.world,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        }
+
+    def agree(self, value: float) -> float:
+        """The main process's `value`, on every process."""
+        if self.world == 1:
+            return value
+        shared = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.broadcast(shared, src=0)
+        return float(shared.item())
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on at least one process."""
+        if self.world == 1:
+            return flag
+        shared = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return bool(shared.item())
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """`tensor` summed over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
+    """Resolve device, precision, threads and process group; `threads` is that of a resumed run."""
+    wants_cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    if wants_cuda and not torch.cuda.is_available():
+        raise ElectraError(
+            "There is no usable CUDA device.",
+            where="run.device",
+            fix="use --run.device cpu, or check the driver with `electra env`",
+        )
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if wants_cuda:
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    else:
+        device = torch.device("cpu")
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if wants_cuda else "gloo")
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if wants_cuda else "fp32"
+    if precision == "bf16" and not wants_cuda and not bf16_survives():
+        raise ElectraError(
+            "bf16 arithmetic kills the process on this CPU (tried in a child process).",
+            where="run.precision",
+            fix="use --run.precision fp32, which is also the faster one here; or cap the "
+            "instruction set with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
+        )
+    compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
+    graph = wants_cuda and world == 1 if config.cuda_graph == "auto" else config.cuda_graph == "yes"
+    if graph and not wants_cuda:
+        raise ElectraError(
+            "A CUDA graph needs a CUDA device.", where="run.cuda_graph", fix="use auto or no"
+        )
+    threads = config.threads or threads or fastest_threads()
+    torch.set_num_threads(threads)
+    return Runtime(
+        device=device,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        compiled=compiled,
+        cuda_graph=graph,
+        threads=threads,
+        rank=rank,
+        world=world,
+    )
+
+
+@functools.cache
+def bf16_survives() -> bool:
+    """Whether bf16 products work on this CPU, tried in a child process.
+
+    Some virtual machines advertise AMX but hide its tile palette; the first bf16 product then ends
+    the process with an illegal instruction, and no query of torch tells beforehand.
+    """
+    code = (
+        "import torch, torch.nn.functional as F\n"
+        "a = torch.ones(64, 64, dtype=torch.bfloat16)\n"
+        "q = a.view(1, 1, 64, 64)\n"
+        "F.linear(a, a, a[0]); a @ a; F.scaled_dot_product_attention(q, q, q)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    return child.returncode == 0
+
+
+@functools.cache
+def fastest_threads() -> int:
+    """One thread or all cores, whichever multiplies faster right now.
+
+    On a machine that is busy with other work, spinning OpenMP threads can be slower than one.
+    """
+    available = len(os.sched_getaffinity(0))
+    if available == 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        return 1
+    before = torch.get_num_threads()
+    rates = {n: matmul_rate(torch.device("cpu"), torch.float32, threads=n) for n in (available, 1)}
+    torch.set_num_threads(before)
+    return max(rates, key=lambda n: rates[n])
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype, *, threads: int | None = None) -> float:
+    """Best measured FLOP/s of a large square matrix product: what MFU is a share of."""
+    n = 8192 if device.type == "cuda" else 768
+    if threads is not None:
+        torch.set_num_threads(threads)
+    a = torch.randn(n, n, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(8):
+        begin = time.perf_counter()
+        torch.mm(a, a)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * n**3 / best
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+class StopRequest:
+    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            os._exit(128 + number)
+        self.requested = True

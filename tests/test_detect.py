@@ -1,0 +1,152 @@
+"""Detection of replaced tokens: probabilities, places in the text, alternatives, colours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from electra import hf
+from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
+from electra.detect import Alternative, Detection, Token, Word, detect, render
+from electra.errors import ElectraError
+from electra.objectives import SpecialIds, build_objective
+from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
+
+TEXT = "the  Chef ate cooking, 東京!"
+WORDS = ["the", "Chef", "ate", "cooking", ",", "東", "京", "!"]
+PIECES = ["the", "chef", "ate", "cook", "##ing", ",", "東", "京", "!"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export with random but lively weights."""
+    directory = tmp_path_factory.mktemp("detect")
+    (directory / "vocab.txt").write_text(
+        "".join(f"{token}\n" for token in (*SPECIAL_TOKENS, *PIECES, "meal", "the2")), "utf-8"
+    )
+    config = PretrainConfig(
+        encoder=EncoderConfig(
+            layers=3,
+            hidden_size=22,
+            ffn_size=34,
+            attention_heads=2,
+            embedding_size=14,
+            max_positions=17,
+        ),
+        generator=GeneratorConfig(width=0.5),
+        data=DataConfig(sequence_length=11),
+    )
+    vocab_size = Tokenizer.load(directory / "vocab.txt").vocab_size
+    # Three rows of the table stand for no token and must never be proposed.
+    objective = build_objective(config, vocab_size + 3, SpecialIds(*range(5)))
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in objective.named_parameters():
+            scale = 2.0 if "word" in name else 0.4
+            parameter += scale * torch.randn(parameter.shape, generator=draw)
+            if name == "generator_head.bias":
+                parameter[vocab_size:] = 100.0
+    hf.export(objective, config, directory / "vocab.txt", directory / "out")
+    return directory / "out"
+
+
+def test_words_and_their_characters(model: Path) -> None:
+    result = detect(model, TEXT)
+    assert [TEXT[word.start : word.end] for word in result.words] == WORDS
+    assert [token.token for token in result.tokens] == PIECES
+    cooking = result.words[3]
+    assert [TEXT[t.start : t.end] for t in cooking.tokens] == ["cook", "ing"]
+    assert cooking.replaced == max(token.replaced for token in cooking.tokens)
+
+
+@torch.no_grad()
+def test_probabilities_are_those_of_the_discriminator(model: Path) -> None:
+    encoder, head, tokenizer = hf.load_discriminator(model)
+    x = torch.tensor([tokenizer.encode(TEXT)])
+    expected = head(encoder(x, torch.zeros_like(x), None, None)).sigmoid()[0, 1:-1]
+    found = [token.replaced for token in detect(model, TEXT).tokens]
+    assert found == pytest.approx(expected.tolist(), abs=1e-6)
+    assert max(found) - min(found) > 0.05
+
+
+@torch.no_grad()
+def test_alternatives_are_those_of_the_generator(model: Path) -> None:
+    encoder, head, tokenizer = hf.load_generator(model)
+    result = detect(model, TEXT, alternatives=4)
+    top = max(token.replaced for token in result.tokens)
+    for i, token in enumerate(result.tokens):
+        is_suspicious = token.replaced > 0.5 or token.replaced == top
+        assert len(token.alternatives) == (4 if is_suspicious else 0)
+        if not is_suspicious:
+            continue
+        x = torch.tensor([tokenizer.encode(TEXT)])
+        x[0, i + 1] = tokenizer.mask_id
+        h = encoder(x, torch.zeros_like(x), None, None)[0, i + 1]
+        p = head(h[None], encoder.embeddings.word.weight).softmax(-1)[0, : tokenizer.vocab_size]
+        best = p.topk(4)
+        assert [a.token for a in token.alternatives] == tokenizer.decode_tokens(best.indices)
+        found = [a.probability for a in token.alternatives]
+        assert found == pytest.approx(best.values.tolist(), rel=1e-4)
+
+
+def test_where_the_generator_is_found(model: Path) -> None:
+    whole = detect(model, TEXT)
+    assert detect(model / "discriminator", TEXT) == whole
+    assert any(token.alternatives for token in whole.tokens)
+    assert not any(token.alternatives for token in detect(model, TEXT, alternatives=0).tokens)
+    with pytest.raises(ElectraError, match="no discriminator"):
+        detect(model / "generator", TEXT)
+
+
+def test_a_discriminator_alone_has_no_alternatives(model: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    alone.symlink_to(model / "discriminator")
+    assert not any(token.alternatives for token in detect(alone, TEXT).tokens)
+
+
+@pytest.mark.parametrize("text", ["", "  \n\t"])
+def test_a_text_without_words(text: str, model: Path) -> None:
+    with pytest.raises(ElectraError, match="no token"):
+        detect(model, text)
+
+
+def test_the_longest_text(model: Path) -> None:
+    assert len(detect(model, "the " * 15).tokens) == 15
+    with pytest.raises(ElectraError, match=r"18 tokens .* at most 17"):
+        detect(model, "the " * 16)
+
+
+def test_special_tokens_in_the_text_are_tokens(model: Path) -> None:
+    result = detect(model, "the [MASK] ate")
+    assert [token.token for token in result.tokens] == ["the", "[MASK]", "ate"]
+
+
+def test_colours() -> None:
+    proposed = (Alternative("cooked", 0.6), Alternative("made", 0.25))
+    words = (
+        Word((Token("the", 0, 3, 0.01),)),
+        Word((Token("ate", 4, 7, 1.0, proposed), Token("##s", 7, 8, 0.4))),
+    )
+    shown = render(Detection("the ates", words))
+    assert isinstance(shown, Text)
+    assert shown.plain.splitlines()[0] == "the ates"
+    assert "cooked 60%, made 25%" in shown.plain
+    console = Console(force_terminal=True, color_system="truecolor", width=80)
+    with console.capture() as capture:
+        console.print(shown)
+    line = capture.get().splitlines()[0]
+    assert line.startswith("the ")  # without any colour
+    assert "48;2;255;0;0mate" in line
+    assert "48;2;102;0;0ms" in line
+
+
+def test_a_text_cannot_steer_the_terminal() -> None:
+    text = "a\x1b[31m\x07\rb\u202ec"
+    shown = render(Detection(text, (Word((Token("a", 0, 1, 0.9),)),))).plain
+    assert shown == "a\ufffd[31m\ufffd\ufffdb\ufffdc"
+    joined = "می\u200cخواهم"
+    assert render(Detection(joined, ())).plain == joined
