@@ -21,7 +21,8 @@ check: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 demo: setup
 	$(BIN)/electra demo

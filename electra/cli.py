@@ -298,7 +298,11 @@ class ExportCommand:
     def run(self) -> None:
         from .hf import export_run
 
-        print(export_run(self.run_directory, self.out).render())
+        report = export_run(self.run_directory, self.out)
+        for directory in report.directories:
+            print(directory)
+        for check in report.checks:
+            print(f"checked: {check}")
 
 
 @dataclass(frozen=True, kw_only=True)

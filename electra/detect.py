@@ -76,13 +76,14 @@ class Detection:
         return tuple(token for word in self.words for token in word.tokens)
 
 
-def detect(model_dir: Path, text: str, *, alternatives: int = 3) -> Detection:
-    """P(replaced) of every token of `text`.
+def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Detection:
+    """P(replaced) of every token of `text`, by a model or the one in a directory.
 
     The generator's `alternatives` most likely tokens are added where P(replaced) is above 0.5, and
     at the most suspicious place in any case, if the model comes with its generator.
     """
-    model = load_pretrained(_with_generator(Path(model_dir)))
+    if not isinstance(model, Pretrained):
+        model = load_pretrained(_with_generator(model))
     network = model.network("discriminator")
     tokenizer = model.needed_tokenizer()
     encoding = tokenizer.backend.encode(text, add_special_tokens=False)

@@ -210,55 +210,53 @@ def initialise(module: nn.Module, init: Literal["paper", "local"], seed: int) ->
 
 
 NEIGHBOURS = (-1, 1, -2, 2)  # one offset per head, over as many of the first blocks as it takes
-LOGIT = 5.0  # attention logit of a neighbour above the rest, before the tokens' own noise
+FREQUENCIES = 16  # of the positions' sines and cosines, at most
+LOGIT = 8.0  # attention logit of the neighbour above that of other places
 
 
 def _look_at_neighbours(encoder: Encoder, draw: torch.Generator) -> None:
     """Let the first heads attend to the tokens beside their own, instead of to all tokens alike.
 
-    A masked position knows nothing but its place, so the generator stays at the frequencies of
-    single tokens until attention has found the neighbours, for thousands of steps. Positions start
-    as sines and cosines of P frequencies f. With keys that read them and queries that read them
-    turned by f δ, the score of position s seen from t is Σ_f cos(f (t + δ − s)), highest at t + δ.
-    Values and outputs of these heads start at full size so that what they find is seen above. The
-    function class is the paper's; only the place where training starts is another one.
+    A masked position knows nothing but its place, so a generator stays at the frequencies of
+    single tokens until attention has found the neighbours; that takes thousands of steps. Here the
+    first C = 2 P channels start as sines and cosines of the position, free of word embeddings.
+    Keys read them as they are, queries turned by f δ for each frequency f, so that place s seen
+    from t scores Σ_f cos(f (t + δ − s)), highest at t + δ. The values of these heads start at full
+    size, so that what they find is seen above. The function class is the paper's; only the point
+    where training starts is another one.
     """
     c = encoder.config
     E, D, H, K = c.embedding_size, c.hidden_size, c.attention_heads, c.head_size
-    P = E // 2
-    frequency = torch.logspace(0, math.log10(0.02), P)
-    angle = torch.arange(c.max_positions)[:, None] * frequency  # (max_positions, P)
-    table = torch.zeros(c.max_positions, E)
-    table[:, : 2 * P] = torch.cat([angle.sin(), angle.cos()], dim=1) * 0.02 * math.sqrt(2)
-    encoder.embeddings.position.weight.copy_(table)
+    P = min(FREQUENCIES, K // 2, E // 4, D // 4)
+    C = 2 * P
+    # Multiples of the golden ratio spread over (0, π) without a common period.
+    f = math.pi * ((torch.arange(P) + 1) * 0.6180339887 % 1)
+    angle = torch.arange(c.max_positions)[:, None] * f  # (max_positions, P)
+    position = encoder.embeddings.position.weight
+    position.zero_()
+    position[:, :C] = (0.02 * math.sqrt(2) * torch.cat([angle.sin(), angle.cos()], 1)).to(position)
+    encoder.embeddings.word.weight[:, :C] = 0
+    if encoder.project is not None:  # keeps the position channels apart
+        project = torch.zeros(D, E)
+        project[:C, :C] = torch.eye(C)
+        _truncated_normal(project[C:, C:], (E - C) ** -0.5, draw)
+        encoder.project.weight.copy_(project)
 
-    project = (
-        encoder.project.weight.cpu() if encoder.project is not None else torch.eye(D)
-    )  # (D, E)
-    unproject = project.T * (E / project.square().sum())  # (E, D), roughly its inverse
-    pairs = min(K // 2, P)
-    chosen = torch.linspace(0, 0.75 * P - 1, pairs).long().clamp(min=0)  # the faster ones
-    sine, cosine = F.one_hot(chosen, E).float(), F.one_hot(chosen + P, E).float()  # (pairs, E)
-    scale = math.sqrt(LOGIT * math.sqrt(K) / max(1, pairs))
+    scale = math.sqrt(LOGIT * math.sqrt(K) / C)
     blocks = encoder.blocks[: -(-len(NEIGHBOURS) // H)]
     for number, block in enumerate(blocks):
         assert isinstance(block, Block)
-        qkv = torch.empty(3 * D, D)
-        _truncated_normal(qkv, 0.02, draw)
-        _truncated_normal(qkv[2 * D :], D**-0.5, draw)
+        qkv, out = torch.zeros(3, H, K, D), torch.zeros(D, D)
         for head in range(H):
-            offset = NEIGHBOURS[(number * H + head) % len(NEIGHBOURS)]
-            turn = (frequency[chosen] * offset)[:, None]
-            query = torch.cat(
-                [turn.cos() * sine + turn.sin() * cosine, turn.cos() * cosine - turn.sin() * sine]
+            turn = f * NEIGHBOURS[(number * H + head) % len(NEIGHBOURS)]
+            cos, sin = turn.cos().diag(), turn.sin().diag()
+            qkv[0, head, :C, :C] = scale * torch.cat(
+                [torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)]
             )
-            first = head * K
-            qkv[first : first + 2 * pairs] = scale * query @ unproject
-            key = torch.cat([sine, cosine])
-            qkv[D + first : D + first + 2 * pairs] = scale * key @ unproject
-        block.qkv.weight.copy_(qkv)
-        out = torch.empty(D, D)
-        _truncated_normal(out, D**-0.5, draw)
+            qkv[1, head, :C, :C] = scale * torch.eye(C)
+        _truncated_normal(qkv[2, :, :, C:], (D - C) ** -0.5, draw)
+        _truncated_normal(out[C:], D**-0.5, draw)
+        block.qkv.weight.copy_(qkv.view(3 * D, D))
         block.out.weight.copy_(out)
 
 

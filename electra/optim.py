@@ -8,7 +8,7 @@ CUDA graph. In a bf16 run the linear layers compute with bfloat16 copies refresh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,6 @@ class Adam:
         config: OptimConfig,
         *,
         working_dtype: torch.dtype = torch.float32,
-        compiled: bool = False,
     ) -> None:
         self.config = config
         named = dict(module.named_parameters())
@@ -87,8 +86,6 @@ class Adam:
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
         # False while a CUDA graph is recorded: the step runs and changes nothing.
         self.live = torch.ones((), dtype=torch.bool, device=device)
-        update = torch.compile(_adam, dynamic=False) if compiled else _adam
-        self._update: Callable[..., None] = update
         self._refresh()
 
     def accumulate(self, grads: Sequence[Tensor], *, first: bool) -> None:
@@ -100,27 +97,38 @@ class Adam:
             torch._foreach_add_(self._grads, wide)  # pyright: ignore[reportPrivateImportUsage]
 
     def step(self, lr: Tensor, step: Tensor) -> Tensor:
-        """Clip by the global norm and update; returns the norm before clipping, on the device."""
+        """Clip by the global norm and update; returns the norm before clipping, on the device.
+
+        The update is the kernel behind torch.optim.AdamW(fused=True): one pass over memory on
+        every device, with the clip as its gradient scale and the skip as its overflow flag.
+        """
         c = self.config
         norm = self.grad.norm()
         finite = norm.isfinite()
-        apply = finite & self.live
-        scale = c.max_grad_norm / norm.clamp(min=c.max_grad_norm)
+        skip = (~(finite & self.live)).float()
+        divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
+        # Far along, both corrections are exactly 1: that is Adam without them.
+        t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
         for part, decay in (
             (slice(0, self._decay_end), c.weight_decay),
             (slice(self._decay_end, None), 0.0),
         ):
-            self._update(
-                self.master[part],
-                self.grad[part],
-                self.m[part],
-                self.v[part],
-                apply,
-                scale,
-                lr,
-                step + 1,
-                decay,
-                c,
+            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                [self.master[part]],
+                [self.grad[part]],
+                [self.m[part]],
+                [self.v[part]],
+                [],
+                [t],
+                lr=lr,
+                beta1=c.beta1,
+                beta2=c.beta2,
+                weight_decay=decay,
+                eps=c.epsilon,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor,
+                found_inf=skip,
             )
         self.bad_steps += ~finite & self.live
         self.bad_in_a_row.copy_(torch.where(finite, 0, self.bad_in_a_row + self.live))
@@ -166,35 +174,6 @@ class Adam:
 def is_decayed(name: str) -> bool:
     """Weight decay applies to matrices and embeddings, not to layer norms and biases."""
     return not (name.endswith("bias") or "norm" in name)
-
-
-def _adam(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    apply: Tensor,
-    scale: Tensor,
-    lr: Tensor,
-    t: Tensor,
-    decay: float,
-    c: OptimConfig,
-) -> None:
-    """One update of flat p, m, v in place; nothing changes where `apply` is false."""
-    g = g * scale
-    m_new = c.beta1 * m + (1 - c.beta1) * g
-    v_new = c.beta2 * v + (1 - c.beta2) * g * g
-    if c.bias_correction:
-        m_hat = m_new / (1 - c.beta1**t)
-        v_hat = v_new / (1 - c.beta2**t)
-    else:
-        m_hat, v_hat = m_new, v_new
-    update = m_hat / (v_hat.sqrt() + c.epsilon)
-    if decay:
-        update = update + decay * p
-    p.copy_(torch.where(apply, p - lr * update, p))
-    m.copy_(torch.where(apply, m_new, m))
-    v.copy_(torch.where(apply, v_new, v))
 
 
 def learning_rate(config: OptimConfig, step: int, progress: float, total_steps: float) -> float:

@@ -229,9 +229,7 @@ class Trainer:
     ) -> None:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
-        self.optimizer = Adam(
-            objective, config.optim, working_dtype=runtime.dtype, compiled=runtime.compiled
-        )
+        self.optimizer = Adam(objective, config.optim, working_dtype=runtime.dtype)
         compiled = torch.compile(objective, fullgraph=True, dynamic=False)
         self.forward = compiled if runtime.compiled else objective
         rows = config.data.batch_size // runtime.world
@@ -262,7 +260,7 @@ class Trainer:
             self.optimizer.accumulate(grads, first=i == 0)
             self.meter.add_losses(losses)
         self.runtime.sum_(self.optimizer.grad)  # losses are shares of the global mean: add up
-        rate = self.rates.index_select(0, self.slot.view(1))
+        rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter)
         self.meter.add_step(self.block.counts(self.slot, self.config), norm)
         self.slot += 1

@@ -42,11 +42,16 @@ def tiny() -> PretrainConfig:
             attention_dropout=0.0,
             init="local",
         ),
-        generator=GeneratorConfig(width=0.5, depth=0.5),
-        optim=OptimConfig(learning_rate=2e-3, warmup_percent=10.0, beta2=0.98),
-        data=DataConfig(sequence_length=64, batch_size=32),
+        generator=GeneratorConfig(width=1.0, depth=0.25),
+        optim=OptimConfig(learning_rate=6e-4, warmup_percent=10.0, beta2=0.98),
+        data=DataConfig(sequence_length=64, batch_size=16),
         run=RunConfig(
-            train_steps=3000, log_every=50, eval_every=500, save_every=500, eval_batches=16
+            train_steps=3000,
+            minutes=3.0,
+            log_every=50,
+            eval_every=500,
+            save_every=500,
+            eval_batches=16,
         ),
     )
 

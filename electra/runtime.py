@@ -148,24 +148,30 @@ def bf16_survives() -> bool:
 
 @functools.cache
 def fastest_threads() -> int:
-    """One thread or all cores, whichever multiplies faster right now.
+    """One thread or all cores, whichever is faster right now at what a small encoder does.
 
-    On a machine that is busy with other work, spinning OpenMP threads can be slower than one.
+    Its many short operations meet at a barrier each; on a machine that is busy with other work,
+    waiting there can make two threads several times slower than one.
     """
     available = len(os.sched_getaffinity(0))
     if available == 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
         return 1
     before = torch.get_num_threads()
-    rates = {n: matmul_rate(torch.device("cpu"), torch.float32, threads=n) for n in (available, 1)}
+    h, up = torch.randn(1024, 128), torch.randn(128, 512)
+    seconds: dict[int, float] = {}
+    for threads in (1, available):
+        torch.set_num_threads(threads)
+        begin = time.perf_counter()
+        for _ in range(60):
+            torch.nn.functional.gelu(h @ up) @ up.T
+        seconds[threads] = time.perf_counter() - begin
     torch.set_num_threads(before)
-    return max(rates, key=lambda n: rates[n])
+    return min(seconds, key=lambda n: seconds[n])
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, *, threads: int | None = None) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Best measured FLOP/s of a large square matrix product: what MFU is a share of."""
     n = 8192 if device.type == "cuda" else 768
-    if threads is not None:
-        torch.set_num_threads(threads)
     a = torch.randn(n, n, device=device).to(dtype)
     best = float("inf")
     for _ in range(8):

@@ -291,7 +291,7 @@ def test_parameters_and_moments_after(steps: int) -> None:
     after = ours(load("weights.npz") if steps == 1 else under(expected, f"step{steps}/"))
     assert state["model"].keys() == after.keys()
     for name, parameter in state["model"].items():
-        assert_near(parameter, after[name], 0 if steps == 1 else 2.5e-7)
+        assert_near(parameter, after[name], 0 if steps == 1 else 5e-7)
     for key in ("m", "v") if steps != 2 else ():
         moments = ours(under(expected, f"slots_step{steps}/", f"/adam_{key}"))
         for name, moment in state[key].items():

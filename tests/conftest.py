@@ -1,0 +1,147 @@
+"""What several tests share: a language with rules, its tokenizer and corpora, a micro model."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from electra.config import (
+    DataConfig,
+    EncoderConfig,
+    GeneratorConfig,
+    OptimConfig,
+    PretrainConfig,
+    RunConfig,
+)
+from electra.corpus import Corpus, prepare
+from electra.tokenizer import Tokenizer, train_tokenizer
+
+SEQUENCE_LENGTH = 23
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was() -> Iterator[None]:
+    """No test changes the arithmetic of the next one."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def language(documents: int, seed: int = 0) -> str:
+    """Documents whose words depend on each other, so that there is something to learn.
+
+    Every sentence has a number: its nouns, adjectives and verb all agree with it. Every document
+    has a subject that comes back in each of its sentences.
+    """
+    draw = random.Random(seed)
+    nouns = ["river", "stone", "bird", "house", "wind", "child", "tree", "song", "road", "fire"]
+    verbs = ["sees", "finds", "holds", "loves", "follows", "hears", "leaves"]
+    adjectives = ["old", "small", "green", "quiet", "bright"]
+    written = []
+    for _ in range(documents):
+        subject = draw.choice(nouns)
+        lines = []
+        for _ in range(draw.randint(5, 9)):
+            plural = draw.random() < 0.5
+            verb, other = draw.choice(verbs), draw.choice(nouns)
+            if plural:
+                words = ["all", draw.choice(adjectives), f"{subject}s", verb[:-1], f"{other}s"]
+            else:
+                words = ["one", draw.choice(adjectives), subject, verb, other]
+            lines.append(" ".join(words) + " .")
+        written.append("\n".join(lines))
+    return "\n\n".join(written) + "\n"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "language.txt"
+    path.write_text(language(300))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(text: Path) -> Tokenizer:
+    return train_tokenizer([text], vocab_size=97)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def corpus(text: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Packed: nearly all sequences are full."""
+    out = tmp_path_factory.mktemp("packed")
+    prepare(
+        [text],
+        tokenizer,
+        out,
+        sequence_length=SEQUENCE_LENGTH,
+        held_out_percent=10.0,
+        workers=1,
+    )
+    return Corpus.open(out)
+
+
+@pytest.fixture(scope="session")
+def segments(text: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Two-segment examples of different lengths."""
+    out = tmp_path_factory.mktemp("segments")
+    prepare(
+        [text],
+        tokenizer,
+        out,
+        sequence_length=SEQUENCE_LENGTH,
+        builder="segments",
+        held_out_percent=10.0,
+        workers=1,
+    )
+    return Corpus.open(out)
+
+
+@pytest.fixture
+def micro() -> PretrainConfig:
+    """A run of a second: every part is there, none is large."""
+    return PretrainConfig(
+        name="micro",
+        encoder=EncoderConfig(
+            layers=2,
+            hidden_size=20,
+            ffn_size=28,
+            attention_heads=2,
+            embedding_size=14,
+            max_positions=29,
+            dropout=0.0,
+            attention_dropout=0.0,
+            init="local",
+        ),
+        generator=GeneratorConfig(width=0.5, depth=0.5),
+        optim=OptimConfig(learning_rate=3e-3, warmup_percent=10.0),
+        data=DataConfig(sequence_length=SEQUENCE_LENGTH, batch_size=8),
+        run=RunConfig(
+            train_steps=20,
+            seed=7,
+            device="cpu",
+            threads=1,
+            log_every=1,
+            eval_every=6,
+            eval_batches=2,
+            save_every=4,
+        ),
+    )

@@ -1,0 +1,365 @@
+"""The command line: quick help, errors a person can act on, and the whole way from text to use."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from electra import __version__, cli
+from electra import pretrain as loop
+from electra.corpus import Corpus
+from electra.hf import load_pretrained
+from electra.pretrain import load_run
+from electra.runlog import read_metrics
+
+ROOT = Path(__file__).parents[1]
+MICRO = [
+    "tiny",
+    *("--encoder.layers", "2"),
+    *("--encoder.hidden-size", "20"),
+    *("--encoder.ffn-size", "28"),
+    *("--encoder.attention-heads", "2"),
+    *("--encoder.embedding-size", "14"),
+    *("--encoder.max-positions", "29"),
+    *("--generator.width", "0.5"),
+    *("--generator.depth", "0.5"),
+    *("--data.sequence-length", "23"),
+    *("--data.batch-size", "8"),
+    *("--run.train-steps", "12"),
+    *("--run.threads", "1"),
+    *("--run.device", "cpu"),
+    *("--run.log-every", "4"),
+    *("--run.eval-every", "6"),
+]
+
+
+def electra(*args: str | Path) -> int:
+    """One command in this process: its exit code, also where the parser ends it itself."""
+    try:
+        return cli.run([str(arg) for arg in args])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def child(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+# ---------------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("command", ["", *cli.COMMANDS])
+def test_help_is_there_at_once_and_without_torch(command: str) -> None:
+    arguments = [command, "--help"] if command else ["--help"]
+    code = (
+        "import sys\n"
+        "from electra.cli import run\n"
+        "try:\n"
+        f"    run({arguments!r})\n"
+        "finally:\n"
+        "    heavy = {'torch', 'numpy', 'pyarrow', 'transformers', 'tokenizers', 'matplotlib'}\n"
+        "    print(*heavy & set(sys.modules), file=sys.stderr)\n"
+    )
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        result = child(code)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert result.returncode == 0, result.stderr
+        assert result.stderr.strip() == ""
+        assert "electra" in result.stdout
+        if min(seconds) < 0.5:
+            return
+    raise AssertionError(f"help took {seconds} seconds")
+
+
+def test_the_overview_names_every_command_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert electra() == electra("--help") == 0
+    shown = capsys.readouterr().out
+    assert all(f"electra {name}" in shown for name in cli.COMMANDS)
+    assert "small++" in shown
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert electra("--version") == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "electra", "pretrain", "--help"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    told = process.stderr.read().decode()
+    process.stderr.close()
+    process.wait(60)
+    assert "Traceback" not in told
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    """What a refused command says: what, where and what to do, and exit code 2."""
+    assert electra(*args) == 2
+    told = capsys.readouterr().err
+    assert "where: " in told
+    assert "to do: " in told
+    assert "Traceback" not in told
+    return told
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "'pretrain'" in refused(capsys, "pretrian")
+    assert "known:" in refused(capsys, "xyzzy")
+
+
+def test_a_misspelt_recipe_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert "'small'" in refused(capsys, "plan", "smal")
+    assert "'tiny'" in refused(capsys, "pretrain", "tiney", "--out", tmp_path / "run")
+    assert "'tiny'" in refused(capsys, "pretrain", "--out", tmp_path / "run", "tiney")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "right"),
+    [
+        ("pretrain", "--optim.learing-rate", "--optim.learning-rate"),
+        ("pretrain", "--encoder.layer", "--encoder.layers"),
+        ("plan", "--vocabsize", "--vocab-size"),
+        ("prepare", "--lenght", "--length"),
+    ],
+)
+def test_a_misspelt_flag_is_refused_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], command: str, flag: str, right: str
+) -> None:
+    needed = {"pretrain": ["--out", "x"], "plan": []}.get(
+        command, ["--input", "x", "--tokenizer", "x", "--out", "x"]
+    )
+    assert electra(command, *needed, flag, "3") == 2
+    told = capsys.readouterr().err
+    assert right in told
+    assert "Traceback" not in told
+
+
+def test_every_mistake_of_a_user_is_explained(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    text: Path,
+    tokenizer_dir: Path,
+    corpus: Corpus,
+) -> None:
+    none, out = tmp_path / "none", tmp_path / "out"
+    (tmp_path / "bad.toml").write_text("[optim]\nlearning_rte = 1\n")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty.txt").write_text("")
+    cases: list[list[str | Path]] = [
+        ["tokenizer", "--input", none, "--out", out],
+        ["tokenizer", "--input", tmp_path / "empty.txt", "--out", out],
+        ["tokenizer", "--input", text, "--out", out, "--vocab-size", "9"],
+        ["prepare", "--input", none, "--tokenizer", tokenizer_dir, "--out", out],
+        ["prepare", "--input", text, "--tokenizer", none, "--out", out],
+        ["prepare", "--input", text, "--tokenizer", tokenizer_dir, "--out", tmp_path / "file"],
+        ["prepare", "--input", text, "--tokenizer", tokenizer_dir, "--out", out, "--length", "2"],
+        ["check"],
+        ["plan", "small", "--config", none],
+        ["plan", "small", "--config", tmp_path / "bad.toml"],
+        ["plan", "small", "--encoder.hidden-size", "250"],
+        ["plan", "small", "--generator.width", "0.3"],
+        ["pretrain", "tiny", "--out", out],
+        ["pretrain", "tiny", "--out", out, "--corpus", none],
+        ["pretrain", "tiny", "--out", out, "--corpus", corpus.path, "--input", text],
+        ["pretrain", "tiny", "--out", out, "--input", none],
+        ["pretrain", "tiny", "--out", out, "--corpus", corpus.path],  # length 64, not 23
+        ["pretrain", *MICRO, "--out", tmp_path / "file", "--corpus", corpus.path],
+        ["pretrain", *MICRO, "--out", out, "--corpus", corpus.path, "--run.cuda-graph", "yes"],
+        ["pretrain", *MICRO, "--out", out, "--corpus", corpus.path, "--init", none],
+        ["export", none, "--out", out],
+        ["detect", "a text", "--model", none],
+    ]
+    if not torch.cuda.is_available():
+        cases.append(
+            ["pretrain", *MICRO, "--out", out, "--corpus", corpus.path, "--run.device", "cuda"]
+        )
+    for case in cases:
+        told = refused(capsys, *case)
+        assert told.startswith("electra: "), case
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_debug_shows_where_an_error_comes_from() -> None:
+    with pytest.raises(Exception, match="no recipe"):
+        cli.run(["plan", "smal", "--debug"])
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def settings_of(capsys: pytest.CaptureFixture[str], *args: str | Path) -> dict[str, str]:
+    assert electra("pretrain", *args, "--dry-run") == 0
+    shown = capsys.readouterr().out.splitlines()
+    return dict(line.split(" = ", 1) for line in shown)
+
+
+def test_a_dry_run_prints_every_setting(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shown = settings_of(capsys, "base", "--out", out, "--profile", "released")
+    assert shown["name"] == "base"
+    assert shown["encoder.hidden_size"] == "768"
+    assert shown["objective.mask_token_percent"] == "85.0"
+    assert shown["optim.bias_correction"] == "False"
+    assert len(shown) > 50
+    assert not out.exists()
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_recipe(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text("[run]\nseed = 5\ntrain_steps = 7\n")
+    flags = ["--config", file, "--run.seed", "6"]
+    shown = settings_of(capsys, "large", "--out", tmp_path / "run", *flags)
+    assert (shown["run.seed"], shown["run.train_steps"]) == ("6", "7")
+    assert shown["encoder.layers"] == "24"
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_the_recipe_may_stand_before_or_behind_the_flags(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
+) -> None:
+    flags = ["--out", str(tmp_path / "run"), "--run.seed", "3"]
+    shown = settings_of(capsys, *(["tiny", *flags] if place == "first" else [*flags, "tiny"]))
+    assert (shown["name"], shown["run.seed"]) == ("tiny", "3")
+    assert shown["encoder.layers"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("small", "13,549,057"), ("base", "109,483,009"), ("large", "335,142,913")],
+)
+def test_a_plan_shows_what_a_recipe_takes(
+    capsys: pytest.CaptureFixture[str], name: str, parameters: str
+) -> None:
+    assert electra("plan", name, "--tokens-per-second", "1000000") == 0
+    shown = capsys.readouterr().out
+    assert parameters in shown
+    assert "FLOPs" in shown
+
+
+def test_the_environment_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert electra("env") == 0
+    shown = capsys.readouterr().out
+    assert torch.__version__ in shown
+    assert __version__ in shown
+
+
+# ---------------------------------------------------------------------- the whole way
+
+
+def test_from_text_to_a_coloured_sentence(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    tokenizer, corpus, run, export = (tmp_path / n for n in ("t", "c", "run", "export"))
+    assert electra("tokenizer", "--input", text, "--out", tokenizer, "--vocab-size", "97") == 0
+    assert "97 tokens" in capsys.readouterr().out
+    prepared = ["--tokenizer", tokenizer, "--out", corpus, "--length", "23", "--workers", "1"]
+    assert electra("prepare", "--input", text, *prepared, "--held-out-percent", "10") == 0
+    assert "300 documents" in capsys.readouterr().out
+    assert electra("check", "--corpus", corpus) == 0
+    assert electra("pretrain", *MICRO, "--corpus", corpus, "--out", run) == 0
+    told = capsys.readouterr()
+    assert f"electra export {run}" in told.out
+    assert "discriminator AUC" in told.err
+    assert (run / "curves.png").exists()
+    assert electra("export", run, "--out", export) == 0
+    assert (export / "discriminator" / "model.safetensors").exists()
+    assert (export / "generator" / "config.json").exists()
+    capsys.readouterr()
+    for model in (export, run):
+        assert electra("detect", "all old birds see stones .", "--model", model) == 0
+        assert "stones" in capsys.readouterr().out
+
+
+def test_text_alone_is_enough_to_train(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    arguments = ["pretrain", *MICRO, "--input", text, "--out", run, "--vocab-size", "97", "--quiet"]
+    assert electra(*arguments) == 0
+    made = Corpus.open(run / "made" / "corpus")
+    loaded = load_run(run)
+    assert loaded.step == 12
+    assert loaded.tokenizer_hash == made.tokenizer_hash
+    before = (run / "metrics.jsonl").read_bytes()
+    assert electra(*arguments) == 0  # complete: nothing is made or trained again
+    assert (run / "metrics.jsonl").read_bytes() == before
+    capsys.readouterr()
+
+
+def test_training_continues_from_an_export(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, export, second = (tmp_path / n for n in ("first", "export", "second"))
+    common = ["--corpus", corpus.path, "--quiet"]
+    assert electra("pretrain", *MICRO, *common, "--out", first) == 0
+    assert electra("export", first, "--out", export) == 0
+    trained = {n: p.detach() for n, p in load_run(first).objective.named_parameters()}
+
+    begun: dict[str, Tensor] = {}
+    record = loop.Trainer.record
+
+    def remembering(self: loop.Trainer) -> None:
+        begun.update({n: p.detach().clone() for n, p in self.objective.named_parameters()})
+        record(self)
+
+    monkeypatch.setattr(loop.Trainer, "record", remembering)
+    sizes = [*MICRO[:1], *MICRO[MICRO.index("--data.sequence-length") :]]
+    assert electra("pretrain", *sizes, *common, "--out", second, "--init", export) == 0
+    assert begun.keys() == trained.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(begun[name], tensor), name
+    assert load_run(second).config.encoder.hidden_size == 20
+    assert load_pretrained(second).generator is not None
+    assert [m["step"] for m in read_metrics(second) if m["kind"] == "train"] == [4, 8, 12]
+
+
+def test_other_settings_on_the_same_directory_are_listed(
+    capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
+) -> None:
+    arguments = ["pretrain", *MICRO, "--corpus", corpus.path, "--out", tmp_path / "run", "--quiet"]
+    assert electra(*arguments) == 0
+    assert "run.seed: 0 → 9" in refused(capsys, *arguments, "--run.seed", "9")
+    stored = json.loads((tmp_path / "run" / "config.json").read_bytes())
+    assert stored["run"]["seed"] == 0
+
+
+def test_a_damaged_run_ends_with_its_own_exit_code(
+    capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
+) -> None:
+    arguments = ["pretrain", *MICRO, "--corpus", corpus.path, "--out", tmp_path / "run", "--quiet"]
+    assert electra(*arguments) == 0
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        os.truncate(path / "model.safetensors", 8)
+    for _ in range(2):
+        assert electra(*arguments) == 3
+        assert "No checkpoint is intact" in capsys.readouterr().err

@@ -1,0 +1,214 @@
+"""Two processes do what one does: the same masks, the same losses, one writer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from electra import pretrain as loop
+from electra.checkpoint import load_newest
+from electra.config import PretrainConfig, from_dict, to_dict
+from electra.corpus import Corpus
+from electra.errors import ElectraError, Stopped
+from electra.files import json_bytes
+from electra.pretrain import pretrain
+from electra.runlog import read_metrics
+
+ROOT = Path(__file__).parents[1]
+STEPS = 10
+
+
+def with_run(config: PretrainConfig, **changes: Any) -> PretrainConfig:
+    return replace(config, run=replace(config.run, **changes))
+
+
+def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, Any]) -> None:
+    """All scenes one after the other in one pair of processes: starting them is what costs."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    rendezvous = f"file://{work / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    config = from_dict(PretrainConfig, settings, where="test")
+    corpus = Corpus.open(corpus_path)
+    written: list[str] = []
+    if rank == 1:
+        watch_writes(written, work / "runs")
+
+    pretrain(config, corpus, work / "runs" / "whole", quiet=True)
+
+    class Asked(loop.StopRequest):
+        """Only the second process is asked to stop; both have to."""
+
+        steps = 0
+
+        def __call__(self) -> bool:
+            Asked.steps += 1
+            return rank == 1 and Asked.steps >= 6
+
+    kept, loop.StopRequest = loop.StopRequest, Asked
+    try:
+        pretrain(config, corpus, work / "runs" / "stopped", quiet=True)
+    except Stopped:
+        (work / f"stopped-{rank}").touch()
+    loop.StopRequest = kept
+    dist.barrier()
+
+    if rank == 0:
+        os.truncate(
+            work / "runs" / "stopped" / "checkpoints" / "step-00000006" / "model.safetensors", 99
+        )
+    dist.barrier()
+    pretrain(
+        config, corpus, work / "runs" / "stopped", quiet=True
+    )  # the newest checkpoint is damaged
+
+    odd = replace(config, data=replace(config.data, batch_size=7))
+    try:
+        pretrain(odd, corpus, work / "runs" / "odd", quiet=True)
+    except ElectraError as error:
+        (work / f"odd-{rank}").write_text(f"{error.what} {error.where}")
+    (work / f"writes-{rank}").write_text("\n".join(written))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def watch_writes(written: list[str], runs: Path) -> None:
+    """Every file this process opens for writing and every name it changes below the runs."""
+
+    changes = ("os.rename", "os.remove", "os.mkdir", "shutil.rmtree")
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        is_write = event == "open" and bool(args[2] & (os.O_WRONLY | os.O_RDWR))
+        if (is_write or event in changes) and str(args[0]).startswith(str(runs)):
+            written.append(f"{event} {args[0]}")
+
+    sys.addaudithook(hook)
+
+
+@pytest.fixture(scope="module")
+def pair(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("pair")
+    settings = to_dict(config_of_pair())
+    mp.spawn(two_processes, (work, corpus.path, settings), nprocs=2)
+    return work
+
+
+def config_of_pair() -> PretrainConfig:
+    """With dropout: its draws must not depend on the split either."""
+    values = {
+        "name": "pair",
+        "encoder": {
+            "layers": 2,
+            "hidden_size": 20,
+            "ffn_size": 28,
+            "attention_heads": 2,
+            "embedding_size": 14,
+            "max_positions": 29,
+            "init": "local",
+        },
+        "generator": {"width": 0.5},
+        "optim": {"learning_rate": 3e-3, "warmup_percent": 10.0},
+        "data": {"sequence_length": 23, "batch_size": 8},
+        "run": {
+            "train_steps": STEPS,
+            "device": "cpu",
+            "threads": 1,
+            "log_every": 1,
+            "eval_every": 5,
+            "eval_batches": 2,
+            "save_every": 4,
+        },
+    }
+    return from_dict(PretrainConfig, values, where="test")
+
+
+@pytest.fixture(scope="module")
+def single(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("single") / "run"
+    pretrain(config_of_pair(), corpus, out, quiet=True)
+    return out
+
+
+def assert_close_runs(a: Path, b: Path) -> None:
+    one, two = ([m for m in read_metrics(out) if m["kind"] in ("train", "eval")] for out in (a, b))
+    assert [(m["kind"], m["step"]) for m in one] == [(m["kind"], m["step"]) for m in two]
+    for left, right in zip(one, two, strict=True):
+        for name in ("loss", "mlm_loss", "disc_loss", "grad_norm", "learning_rate"):
+            if name in left:
+                assert left[name] == pytest.approx(right[name], rel=1e-5), (left["step"], name)
+    first, other = load_newest(a / "checkpoints"), load_newest(b / "checkpoints")
+    assert first is not None
+    assert other is not None
+    for name, tensor in first.tensors["model"].items():
+        torch.testing.assert_close(tensor, other.tensors["model"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_train_like_one(pair: Path, single: Path) -> None:
+    assert_close_runs(pair / "runs" / "whole", single)
+    one, two = (
+        [m for m in read_metrics(out) if m["kind"] == "train"]
+        for out in (single, pair / "runs" / "whole")
+    )
+    # Counts are whole numbers: equal masks and samples give them exactly.
+    for name in ("replaced_percent", "mlm_accuracy"):
+        assert [m[name] for m in one[:3]] == [m[name] for m in two[:3]]
+
+
+def test_both_stop_when_one_is_asked_and_a_damaged_checkpoint_is_set_aside_once(
+    pair: Path, single: Path
+) -> None:
+    assert (pair / "stopped-0").exists()
+    assert (pair / "stopped-1").exists()
+    aside = [p.name for p in (pair / "runs" / "stopped" / "checkpoints").glob("damaged-*")]
+    assert aside == ["damaged-step-00000006"]
+    assert_close_runs(pair / "runs" / "stopped", single)
+
+
+def test_only_the_main_process_writes(pair: Path) -> None:
+    assert (pair / "writes-1").read_text() == ""
+
+
+def test_a_batch_that_cannot_be_split_is_refused_by_both(pair: Path) -> None:
+    for rank in (0, 1):
+        told = (pair / f"odd-{rank}").read_text()
+        assert "7 cannot be split over 2" in told
+        assert "data.batch_size" in told
+    assert not (pair / "runs" / "odd").exists()
+
+
+def test_torchrun_starts_a_run_that_one_process_finishes(
+    corpus: Corpus, tmp_path: Path, single: Path
+) -> None:
+    """Two processes die in the middle of a save; a single one goes on from what is there."""
+    out = tmp_path / "run"
+    config = tmp_path / "pair.json"
+    config.write_bytes(json_bytes(to_dict(config_of_pair())))
+    arguments = ["pretrain", "--config", str(config), "--corpus", str(corpus.path)]
+    arguments += ["--out", str(out), "--quiet"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", "-m", "electra", *arguments],
+        env={**environment, "ELECTRA_FAULT": "before_rename:2"},
+        capture_output=True,
+        timeout=120,
+    )
+    assert result.returncode != 0
+    assert [p.name for p in (out / "checkpoints").glob("step-*")] == ["step-00000004"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "electra", *arguments],
+        env=environment,
+        capture_output=True,
+        timeout=120,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert_close_runs(out, single)

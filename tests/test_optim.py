@@ -1,0 +1,339 @@
+"""Adam against two independent ones, and the schedule against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+from electra.config import OptimConfig
+from electra.encoder import LayerNorm
+from electra.errors import CorruptError
+from electra.optim import Adam, is_decayed, learning_rate
+
+
+class Net(nn.Module):
+    """One tensor of every kind, with sizes that do not fill the alignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(13, 7)
+        self.dense = nn.Linear(7, 11)
+        self.norm = LayerNorm(11, 1e-12)
+        self.w = nn.Linear(11, 1)
+
+
+def net(seed: int = 0) -> Net:
+    module = Net()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return module
+
+
+def gradients(module: nn.Module, step: int, scale: float = 0.01) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(100 + step)
+    return {n: scale * torch.randn(p.shape, generator=draw) for n, p in module.named_parameters()}
+
+
+def apply(adam: Adam, grads: dict[str, Tensor], lr: float, step: int) -> Tensor:
+    adam.accumulate([grads[slot.name] for slot in adam.slots], first=True)
+    return adam.step(torch.tensor([lr]), torch.tensor(step))
+
+
+def snapshot(adam: Adam) -> dict[str, dict[str, Tensor]]:
+    return {key: {n: t.clone() for n, t in group.items()} for key, group in adam.state().items()}
+
+
+def assert_same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> None:
+    for key in ("model", "m", "v"):
+        for name, tensor in a[key].items():
+            assert torch.equal(tensor, b[key][name]), (key, name)
+
+
+# ---------------------------------------------------------------------- the update
+
+
+def test_with_bias_correction_it_is_torchs_adamw() -> None:
+    ours, theirs = net(), net()
+    config = OptimConfig(weight_decay=0.1, max_grad_norm=1e9)
+    adam = Adam(ours, config)
+    named = dict(theirs.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if is_decayed(n)], "weight_decay": 0.1},
+        {"params": [p for n, p in named.items() if not is_decayed(n)], "weight_decay": 0.0},
+    ]
+    other = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.epsilon)
+    for step in range(10):
+        lr = 0.01 * (step + 1)
+        grads = gradients(ours, step)
+        apply(adam, grads, lr, step)
+        for group in other.param_groups:
+            group["lr"] = lr
+        for name, parameter in named.items():
+            parameter.grad = grads[name]
+        other.step()
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, named[name], rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_ten_steps_are_the_textbooks(bias_correction: bool) -> None:
+    module = net()
+    config = OptimConfig(bias_correction=bias_correction, weight_decay=0.1, max_grad_norm=1e9)
+    adam = Adam(module, config)
+    slow = {
+        name: reference.TextbookAdam(
+            p.detach().numpy(),
+            beta1=0.9,
+            beta2=0.999,
+            epsilon=1e-6,
+            decay=0.1 if name in ("word.weight", "dense.weight", "w.weight") else 0.0,
+            bias_correction=bias_correction,
+        )
+        for name, p in module.named_parameters()
+    }
+    for step in range(10):
+        grads = gradients(module, step)
+        apply(adam, grads, 0.003, step)
+        for name, each in slow.items():
+            each.step(grads[name].double().numpy(), 0.003)
+    for name, parameter in module.named_parameters():
+        moved = np.abs(slow[name].p - net().get_parameter(name).detach().double().numpy()).max()
+        assert moved > 0.003
+        np.testing.assert_allclose(parameter.detach().numpy(), slow[name].p, rtol=2e-6, atol=2e-6)
+
+
+def test_the_released_first_update_is_larger_by_the_missing_correction() -> None:
+    first = {}
+    for corrected in (True, False):
+        module = net()
+        before = module.dense.bias.detach().clone()
+        config = OptimConfig(bias_correction=corrected, epsilon=1e-30, max_grad_norm=1e9)
+        apply(Adam(module, config), gradients(module, 0), 0.1, 0)
+        first[corrected] = (module.dense.bias.detach() - before).abs()
+    ratio = first[False] / first[True]
+    torch.testing.assert_close(ratio, torch.full((11,), 0.1 / 0.001**0.5), rtol=1e-3, atol=0)
+
+
+def test_matrices_and_embeddings_decay_and_nothing_else() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(weight_decay=0.5))
+    before = snapshot(adam)["model"]
+    zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    apply(adam, zeros, 0.1, 0)
+    for name, parameter in module.named_parameters():
+        decays = name in ("word.weight", "dense.weight", "w.weight")
+        assert is_decayed(name) == decays
+        factor = 1 - 0.1 * 0.5 if decays else 1.0
+        torch.testing.assert_close(parameter.detach(), factor * before[name])
+
+
+def test_the_clip_is_over_all_parameters_together() -> None:
+    module = net()
+    config = OptimConfig(max_grad_norm=0.25)
+    grads = gradients(module, 0, scale=3.0)
+    norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+    adam = Adam(module, config)
+    returned = apply(adam, grads, 0.1, 0)
+    torch.testing.assert_close(returned, norm)
+    for name, m in adam.state()["m"].items():
+        torch.testing.assert_close(m, 0.1 * grads[name] * 0.25 / norm)
+
+
+def test_a_gradient_below_the_clip_stays_as_it_is() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(max_grad_norm=100.0))
+    grads = gradients(module, 0)
+    apply(adam, grads, 0.1, 0)
+    for name, m in adam.state()["m"].items():
+        torch.testing.assert_close(m, (1 - 0.9) * grads[name])
+
+
+# ---------------------------------------------------------------------- broken gradients
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_gradient_changes_no_bit_and_is_counted(value: float) -> None:
+    module = net()
+    adam = Adam(module, OptimConfig())
+    apply(adam, gradients(module, 0), 0.1, 0)
+    before = snapshot(adam)
+    broken = gradients(module, 1)
+    broken["w.weight"][0, 5] = value
+    norm = apply(adam, broken, 0.1, 1)
+    assert not torch.isfinite(norm)
+    assert_same(before, snapshot(adam))
+    apply(adam, broken, 0.1, 2)
+    assert (int(adam.bad_steps), int(adam.bad_in_a_row)) == (2, 2)
+    apply(adam, gradients(module, 3), 0.1, 3)
+    assert (int(adam.bad_steps), int(adam.bad_in_a_row)) == (2, 0)
+    assert not torch.equal(before["model"]["w.weight"], adam.state()["model"]["w.weight"])
+
+
+def test_a_step_that_is_not_live_changes_nothing_and_counts_nothing() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig())
+    before = snapshot(adam)
+    adam.live.fill_(False)
+    apply(adam, gradients(module, 0), 0.1, 0)
+    apply(adam, {n: g * torch.nan for n, g in gradients(module, 1).items()}, 0.1, 1)
+    assert_same(before, snapshot(adam))
+    assert int(adam.bad_steps) == int(adam.bad_in_a_row) == 0
+
+
+# ---------------------------------------------------------------------- buffers
+
+
+def test_micro_batches_add_up_and_the_first_overwrites() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig())
+    parts = [gradients(module, step) for step in range(3)]
+    for stale in (True, False):
+        for i, part in enumerate(parts):
+            adam.accumulate([part[slot.name] for slot in adam.slots], first=i == 0)
+        for slot in adam.slots:
+            total = parts[0][slot.name] + parts[1][slot.name] + parts[2][slot.name]
+            torch.testing.assert_close(slot.of(adam.grad), total)
+        assert stale or int((adam.grad != 0).sum()) == sum(p.numel() for p in module.parameters())
+
+
+def test_parameters_live_in_the_flat_buffer() -> None:
+    module = net()
+    values = {n: p.detach().clone() for n, p in net().named_parameters()}
+    adam = Adam(module, OptimConfig())
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, values[name])
+        assert parameter.untyped_storage().data_ptr() == adam.master.untyped_storage().data_ptr()
+    starts = [slot.start for slot in adam.slots]
+    assert all(start % 64 == 0 for start in starts)
+    assert len({id(p) for p in adam.parameters}) == len(list(module.parameters()))
+
+
+def test_state_and_load_are_a_round_trip() -> None:
+    one, two = net(0), net(1)
+    a, b = Adam(one, OptimConfig()), Adam(two, OptimConfig())
+    for step in range(3):
+        apply(a, gradients(one, step), 0.1, step)
+    b.load(snapshot(a))
+    assert_same(snapshot(a), snapshot(b))
+    for adam, module in ((a, one), (b, two)):
+        apply(adam, gradients(module, 3), 0.1, 3)
+    assert_same(snapshot(a), snapshot(b))
+    for name, parameter in two.named_parameters():
+        assert torch.equal(parameter, one.get_parameter(name))
+
+
+def test_other_names_and_shapes_are_refused() -> None:
+    adam = Adam(net(), OptimConfig())
+    saved = snapshot(adam)
+    renamed = {"model": {f"x.{n}": t for n, t in saved["model"].items()}}
+    with pytest.raises(CorruptError, match=r"dense\.bias"):
+        adam.load(renamed)
+    missing = {"v": {n: t for n, t in saved["v"].items() if n != "w.bias"}}
+    with pytest.raises(CorruptError, match=r"w\.bias"):
+        adam.load(missing)
+    saved["m"]["dense.weight"] = saved["m"]["dense.weight"].T
+    with pytest.raises(
+        CorruptError, match=r"dense\.weight has shape \(7, 11\), expected \(11, 7\)"
+    ):
+        adam.load(saved)
+
+
+def test_bf16_copies_follow_the_float32_masters() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(), working_dtype=torch.bfloat16)
+    assert module.dense.weight.dtype == module.w.bias.dtype == torch.bfloat16
+    assert module.word.weight.dtype == module.norm.weight.dtype == torch.float32
+
+    def assert_refreshed() -> None:
+        for name, master in adam.state()["model"].items():
+            assert master.dtype == torch.float32
+            parameter = module.get_parameter(name)
+            assert torch.equal(parameter, master.to(parameter.dtype))
+
+    assert_refreshed()
+    grads = gradients(module, 0)
+    small = {
+        n: g.bfloat16() if "norm" not in n and "word" not in n else g for n, g in grads.items()
+    }
+    apply(adam, small, 1e-6, 0)
+    assert_refreshed()
+    # A step too small for bfloat16 is not lost: the master has moved.
+    assert not torch.equal(adam.state()["model"]["dense.weight"], net().dense.weight)
+    moved = module.dense.weight.clone()
+    apply(adam, small, 0.1, 1)
+    assert_refreshed()
+    assert not torch.equal(module.dense.weight, moved)
+    adam.load({"model": {n: t + 1 for n, t in snapshot(adam)["model"].items()}})
+    assert_refreshed()
+
+
+# ---------------------------------------------------------------------- learning rate
+
+
+def rate(config: OptimConfig, step: int, total: int) -> float:
+    return learning_rate(config, step, step / total, total)
+
+
+THEN = OptimConfig(learning_rate=1.0, warmup_steps=10)
+TIMES = dataclasses.replace(THEN, schedule="times")
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0.1), (4, 0.5), (9, 1.0), (10, 1.0), (55, 0.5), (99, 1 / 90)]
+)
+def test_then_rises_to_the_peak_and_falls_in_a_straight_line(step: int, expected: float) -> None:
+    assert rate(THEN, step, 100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0.0), (5, 0.95 * 0.5), (10, 0.9), (50, 0.5), (99, 0.01)]
+)
+def test_times_decays_from_the_first_step_on(step: int, expected: float) -> None:
+    assert rate(TIMES, step, 100) == pytest.approx(expected)
+
+
+def test_the_released_small_run_never_reaches_its_peak() -> None:
+    config = OptimConfig(schedule="times")
+    highest = max(rate(config, step, 1_000_000) for step in range(0, 20_001, 100))
+    assert highest == pytest.approx(4.95e-4)
+
+
+@pytest.mark.parametrize("config", [THEN, TIMES])
+def test_the_rate_ends_at_zero(config: OptimConfig) -> None:
+    assert learning_rate(config, 100, 1.0, 100) == 0.0
+    assert learning_rate(config, 500, 5.0, 100) == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["then", "times"])
+def test_a_percentage_of_the_run_can_be_the_warm_up(schedule: str) -> None:
+    config = dataclasses.replace(THEN, schedule=schedule, warmup_steps=777, warmup_percent=10.0)
+    plain = dataclasses.replace(config, warmup_steps=10, warmup_percent=None)
+    for step in range(100):
+        assert rate(config, step, 100) == pytest.approx(rate(plain, step, 100))
+
+
+def test_no_warm_up_starts_at_the_peak() -> None:
+    config = dataclasses.replace(THEN, warmup_steps=0)
+    assert rate(config, 0, 100) == 1.0
+    assert rate(dataclasses.replace(config, schedule="times"), 0, 100) == 1.0
+
+
+def test_a_warm_up_longer_than_the_run_rises_to_the_end() -> None:
+    config = dataclasses.replace(THEN, warmup_steps=200)
+    rates = [rate(config, step, 100) for step in range(100)]
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(0.5)
+
+
+def test_the_clock_can_drive_the_decay() -> None:
+    """Halfway through the minutes, with steps enough for a thousand times as long."""
+    config = dataclasses.replace(THEN, warmup_percent=10.0)
+    assert learning_rate(config, 500, 0.55, 500 / 0.55) == pytest.approx(0.5)
+    assert learning_rate(config, 990, 0.99, 1000) == pytest.approx(0.01 / 0.9)

@@ -1,0 +1,788 @@
+"""The training loop: repeatable to the last bit, exact after any stop, honest about what it saw."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor
+
+from electra import pretrain as loop
+from electra.batches import Batches
+from electra.checkpoint import load_newest
+from electra.config import PretrainConfig, from_dict, to_dict
+from electra.corpus import Corpus, prepare
+from electra.errors import CorruptError, ElectraError, NumericError, Stopped
+from electra.evaluate import Evaluation, diagnose, evaluate, roc_auc, unigram_entropy
+from electra.files import exclusive
+from electra.objectives import (
+    Batch,
+    Losses,
+    ReplacedTokenDetection,
+    SpecialIds,
+    build_objective,
+)
+from electra.pretrain import load_run, pretrain
+from electra.randomness import StepRng
+from electra.runlog import read_metrics
+from electra.runtime import Runtime
+from electra.tokenizer import Tokenizer, train_tokenizer
+
+TIMING = {"seconds", "tokens_per_second", "mfu"}
+
+
+def with_run(config: PretrainConfig, **changes: Any) -> PretrainConfig:
+    return replace(config, run=replace(config.run, **changes))
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """What was logged, without what a clock decides."""
+    return [{k: v for k, v in m.items() if k not in TIMING} for m in read_metrics(out)]
+
+
+def final_tensors(out: Path) -> dict[str, Tensor]:
+    saved = load_newest(out / "checkpoints")
+    assert saved is not None
+    return {f"{f}/{n}": t for f, group in saved.tensors.items() for n, t in group.items()}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    one, two = final_tensors(a), final_tensors(b)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+    assert metrics(a) == metrics(b)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A run that is asked to stop at its `steps`-th step."""
+
+    class Asked(loop.StopRequest):
+        left = steps
+
+        def __call__(self) -> bool:
+            Asked.left -= 1
+            return Asked.left <= 0
+
+    monkeypatch.setattr(loop, "StopRequest", Asked)
+
+
+def dropping(config: PretrainConfig) -> PretrainConfig:
+    return replace(config, encoder=replace(config.encoder, dropout=0.1, attention_dropout=0.1))
+
+
+def mlm(config: PretrainConfig) -> PretrainConfig:
+    return replace(config, objective=replace(config.objective, kind="mlm"))
+
+
+def rare_lines(config: PretrainConfig) -> PretrainConfig:
+    """A line of metrics that spans the stop."""
+    return with_run(config, log_every=7)
+
+
+def as_it_is(config: PretrainConfig) -> PretrainConfig:
+    return config
+
+
+VARIANTS: list[Callable[[PretrainConfig], PretrainConfig]] = [as_it_is, dropping, mlm, rare_lines]
+
+
+# ---------------------------------------------------------------------- repeatable
+
+
+@pytest.mark.parametrize("kind", ["packed", "segments"])
+def test_two_runs_are_equal_to_the_last_bit(
+    micro: PretrainConfig, corpus: Corpus, segments: Corpus, tmp_path: Path, kind: str
+) -> None:
+    for name in ("a", "b"):
+        pretrain(micro, corpus if kind == "packed" else segments, tmp_path / name, quiet=True)
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    train = [m for m in metrics(tmp_path / "a") if m["kind"] == "train"]
+    assert [m["step"] for m in train] == list(range(1, 21))
+    assert [m["step"] for m in metrics(tmp_path / "a") if m["kind"] == "eval"] == [6, 12, 18, 20]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_stopped_run_continues_exactly(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: Callable[[PretrainConfig], PretrainConfig],
+) -> None:
+    config = variant(micro)
+    pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    for steps in (5, 4, 1):  # stops at 5, at 9, at 10
+        stop_after(monkeypatch, steps)
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path / "parts", quiet=True)
+        monkeypatch.undo()
+    saved = load_newest(tmp_path / "parts" / "checkpoints")
+    assert saved is not None
+    assert saved.step == 10
+    pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("phase", ["train", "held_out", "save"])
+def test_a_run_that_dies_at_its_end_finishes_to_the_same_record(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str,
+) -> None:
+    """The last evaluation belongs to the run as much as the last checkpoint."""
+    pretrain(micro, corpus, tmp_path / "whole", quiet=True)
+
+    class Died(BaseException):
+        pass
+
+    def dying_evaluate(*args: Any, **kwargs: Any) -> Evaluation:
+        result = evaluate(*args, **kwargs)
+        calls.append(1)
+        if len(calls) == 4:
+            raise Died
+        return result
+
+    def dying_save(self: Any, step: int, *args: Any) -> None:
+        if step == 20:
+            raise Died
+        save(self, step, *args)
+
+    calls: list[int] = []
+    save = loop.Saver.save
+    if phase == "train":
+        stop_after(monkeypatch, 20)
+    elif phase == "held_out":
+        monkeypatch.setattr(loop, "evaluate", dying_evaluate)
+    else:
+        monkeypatch.setattr(loop.Saver, "save", dying_save)
+    try:
+        pretrain(micro, corpus, tmp_path / "died", quiet=True)
+    except (Died, Stopped):
+        pass
+    else:
+        assert phase == "train"  # too late to stop: it may as well end
+    monkeypatch.undo()
+    pretrain(micro, corpus, tmp_path / "died", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "died")
+
+
+def test_a_damaged_checkpoint_costs_time_and_nothing_else(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pretrain(micro, corpus, tmp_path / "whole", quiet=True)
+    stop_after(monkeypatch, 10)
+    with pytest.raises(Stopped):
+        pretrain(micro, corpus, tmp_path / "damaged", quiet=True)
+    monkeypatch.undo()
+    newest = tmp_path / "damaged" / "checkpoints" / "step-00000010" / "optimizer.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-1] ^= 1
+    newest.write_bytes(content)
+    pretrain(micro, corpus, tmp_path / "damaged")
+    assert "damaged-step-00000010" in capsys.readouterr().err
+    assert_same_run(tmp_path / "whole", tmp_path / "damaged")
+
+
+def test_without_an_intact_checkpoint_nothing_starts_anew(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    pretrain(micro, corpus, tmp_path, quiet=True)
+    for path in (tmp_path / "checkpoints").iterdir():
+        (path / "state.json").unlink()
+    for _ in range(2):
+        with pytest.raises(CorruptError):
+            pretrain(micro, corpus, tmp_path, quiet=True)
+
+
+def test_a_completed_run_does_nothing_when_run_again(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    pretrain(micro, corpus, tmp_path, quiet=True)
+    before = {p: p.read_bytes() for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
+    lines = (tmp_path / "metrics.jsonl").read_text()
+    pretrain(micro, corpus, tmp_path, quiet=True)
+    assert {p: p.read_bytes() for p in before} == before
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_lines_behind_the_checkpoint_are_cut_off_when_it_continues(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(micro, corpus, tmp_path / "whole", quiet=True)
+    stop_after(monkeypatch, 7)
+    with pytest.raises(Stopped):
+        pretrain(micro, corpus, tmp_path / "parts", quiet=True)
+    monkeypatch.undo()
+    with open(tmp_path / "parts" / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 8, "loss": 1}\n{"kind": "train", "step": 9, "lo')
+    pretrain(micro, corpus, tmp_path / "parts", quiet=True)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+
+
+def test_averages_stay_right_when_the_interval_changes_on_resume(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(micro, corpus, tmp_path / "fine", quiet=True)
+    losses = {m["step"]: m["loss"] for m in metrics(tmp_path / "fine") if m["kind"] == "train"}
+    stop_after(monkeypatch, 10)
+    with pytest.raises(Stopped):
+        pretrain(with_run(micro, log_every=20), corpus, tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    pretrain(with_run(micro, log_every=4), corpus, tmp_path / "run", quiet=True)
+    logged = {m["step"]: m["loss"] for m in metrics(tmp_path / "run") if m["kind"] == "train"}
+    assert sorted(logged) == [12, 16, 20]
+    assert logged[12] == pytest.approx(np.mean([losses[s] for s in range(1, 13)]))
+    assert logged[16] == pytest.approx(np.mean([losses[s] for s in range(13, 17)]))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_micro_batches_give_the_same_losses(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, size: int
+) -> None:
+    config = with_run(micro, train_steps=8)
+    pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    parts = replace(config, data=replace(config.data, micro_batch=size))
+    pretrain(parts, corpus, tmp_path / "parts", quiet=True)
+    for a, b in zip(metrics(tmp_path / "whole"), metrics(tmp_path / "parts"), strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            if isinstance(value, float):
+                assert b[name] == pytest.approx(value, rel=1e-5), name
+            else:
+                assert b[name] == value
+
+
+def test_it_learns_the_language(micro: PretrainConfig, corpus: Corpus, tmp_path: Path) -> None:
+    """On a language with a rule, both networks beat what needs no context."""
+    wider = {"hidden_size": 32, "embedding_size": 32, "ffn_size": 64, "attention_heads": 4}
+    config = replace(
+        micro,
+        encoder=replace(micro.encoder, **wider),
+        generator=replace(micro.generator, width=1.0),
+        optim=replace(micro.optim, learning_rate=5e-3),
+        data=replace(micro.data, batch_size=32),
+    )
+    config = with_run(config, train_steps=300, log_every=100, eval_every=1000, save_every=1000)
+    pretrain(with_run(config, eval_batches=8), corpus, tmp_path, quiet=True)
+    (last,) = [m for m in metrics(tmp_path) if m["kind"] == "eval"]
+    assert last["mlm_loss"] < last["unigram_entropy"] - 0.1
+    assert last["disc_auc"] > 0.6
+
+
+# ---------------------------------------------------------------------- time
+
+
+def test_minutes_end_the_run_and_take_the_rate_to_zero(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that advances by a hundredth of a second whenever it is looked at."""
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    monkeypatch.setattr(loop.time, "perf_counter", tick)
+    config = with_run(micro, train_steps=10**6, minutes=2 / 60, eval_every=10**6, save_every=10**6)
+    pretrain(config, corpus, tmp_path, quiet=True)
+    rates = [m["learning_rate"] for m in read_metrics(tmp_path) if m["kind"] == "train"]
+    assert 50 < len(rates) <= 200
+    peak = rates.index(max(rates))
+    assert max(rates) == pytest.approx(3e-3, rel=0.05)
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] < 0.05 * max(rates)
+
+
+def test_seconds_go_on_counting_after_a_resume(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(monkeypatch, 10)
+    with pytest.raises(Stopped):
+        pretrain(micro, corpus, tmp_path, quiet=True)
+    monkeypatch.undo()
+    pretrain(micro, corpus, tmp_path, quiet=True)
+    seconds = [m["seconds"] for m in read_metrics(tmp_path) if m["kind"] == "train"]
+    assert len(seconds) == 20
+    assert seconds == sorted(seconds)
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def changed(config: PretrainConfig, path: str, value: Any) -> PretrainConfig:
+    section, name = path.split(".")
+    return replace(config, **{section: replace(getattr(config, section), **{name: value})})
+
+
+@pytest.fixture
+def stopped_run(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    stop_after(monkeypatch, 3)
+    with pytest.raises(Stopped):
+        pretrain(micro, corpus, tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    return tmp_path / "run"
+
+
+def test_changed_settings_are_refused_and_listed(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path
+) -> None:
+    config = changed(changed(micro, "encoder.layers", 3), "run.seed", 8)
+    config = changed(changed(config, "data.batch_size", 4), "run.log_every", 5)
+    with pytest.raises(ElectraError) as caught:
+        pretrain(config, corpus, stopped_run, quiet=True)
+    for line in ("encoder.layers: 2 → 3", "run.seed: 7 → 8", "data.batch_size: 8 → 4"):
+        assert line in caught.value.what
+    assert "log_every" not in caught.value.what
+    assert caught.value.where == str(stopped_run)
+    assert json.loads((stopped_run / "config.json").read_bytes()) == to_dict(micro)
+
+
+def test_what_does_not_make_another_experiment_may_change(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path
+) -> None:
+    config = changed(changed(micro, "optim.learning_rate", 1e-3), "data.micro_batch", 4)
+    config = with_run(config, train_steps=6, save_every=2, keep_checkpoints=1)
+    pretrain(config, corpus, stopped_run, quiet=True)
+    saved = load_newest(stopped_run / "checkpoints")
+    assert saved is not None
+    assert saved.step == 6
+    assert json.loads((stopped_run / "run.json").read_bytes())["config"] == to_dict(config)
+
+
+def test_another_corpus_is_refused(
+    micro: PretrainConfig, segments: Corpus, stopped_run: Path
+) -> None:
+    with pytest.raises(ElectraError, match="another corpus"):
+        pretrain(micro, segments, stopped_run, quiet=True)
+
+
+def test_another_tokenizer_is_refused(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    stopped_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(corpus, "tokenizer_hash", "f" * 64)
+    with pytest.raises(ElectraError, match="another tokenizer") as caught:
+        pretrain(micro, corpus, stopped_run, quiet=True)
+    assert "ffffffffffff" in caught.value.what
+
+
+def test_another_sequence_length_is_refused(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = changed(micro, "data.sequence_length", 17)
+    with pytest.raises(ElectraError, match="23") as caught:
+        pretrain(config, corpus, tmp_path / "run", quiet=True)
+    assert "--length 17" in caught.value.fix
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_in_use_is_refused_and_left_alone(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path
+) -> None:
+    before = (stopped_run / "metrics.jsonl").read_bytes()
+    with exclusive(stopped_run), pytest.raises(ElectraError, match="Another process"):
+        pretrain(micro, corpus, stopped_run, quiet=True)
+    assert (stopped_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_file_in_the_way_of_the_run_is_a_clear_error(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ElectraError) as caught:
+        pretrain(micro, corpus, tmp_path / "file", quiet=True)
+    assert str(tmp_path / "file") in caught.value.where
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_checkpoints_without_their_record_are_refused(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path
+) -> None:
+    (stopped_run / "run.json").unlink()
+    with pytest.raises(ElectraError, match=r"no run\.json"):
+        pretrain(micro, corpus, stopped_run, quiet=True)
+
+
+def test_a_corpus_without_examples_is_refused(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus.train, "lengths", corpus.train.lengths[:0])
+    with pytest.raises(ElectraError, match="no training example"):
+        pretrain(micro, corpus, tmp_path, quiet=True)
+
+
+def test_a_crash_while_the_tokenizer_is_copied_leaves_no_half_of_it(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree
+
+    def dies(source: Path, target: Path, **kwargs: Any) -> None:
+        copy(source, target, **kwargs)
+        os.truncate(Path(target) / "tokenizer.json", 100)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "copytree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "run", quiet=True)
+    assert Tokenizer.load(tmp_path / "run" / "tokenizer").hash == corpus.tokenizer_hash
+
+
+# ---------------------------------------------------------------------- not a number
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> None:
+    """Losses that are not numbers at the given steps, counted from 0."""
+    forward = ReplacedTokenDetection.forward
+
+    def poisoned(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+        losses = forward(self, batch, rng)
+        if is_bad(int(rng.step)):
+            nan = float("nan")
+            return losses._replace(total=losses.total * nan, disc=losses.disc * nan)
+        return losses
+
+    monkeypatch.setattr(ReplacedTokenDetection, "forward", poisoned)
+
+
+def weights_at(out: Path, step: int) -> dict[str, Tensor]:
+    from electra.checkpoint import read_checkpoint
+
+    saved = read_checkpoint(out / "checkpoints" / f"step-{step:08d}")
+    return {**saved.tensors["model"], **dict(saved.tensors["optimizer"].items())}
+
+
+def test_bad_steps_do_not_touch_the_weights_and_are_counted(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, lambda step: step in (4, 5, 11))
+    config = with_run(micro, save_every=1, keep_checkpoints=99)
+    pretrain(config, corpus, tmp_path, quiet=True)
+    for before, after in ((4, 6), (11, 12)):
+        a, b = weights_at(tmp_path, before), weights_at(tmp_path, after)
+        for name, tensor in a.items():
+            if name not in ("bad_steps", "meter"):
+                assert torch.equal(tensor, b[name]), name
+    a, b = weights_at(tmp_path, 6), weights_at(tmp_path, 7)
+    assert not torch.equal(
+        a["discriminator.embeddings.word.weight"], b["discriminator.embeddings.word.weight"]
+    )
+    lines = {m["step"]: m for m in metrics(tmp_path) if m["kind"] == "train"}
+    assert lines[5]["loss"] == lines[5]["grad_norm"] == "nan"  # never left out
+    assert [lines[s]["bad_steps"] for s in (4, 5, 6, 11, 12, 20)] == [0, 1, 2, 2, 3, 3]
+
+
+def test_a_bad_step_between_two_lines_does_not_end_the_run(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of the log are not finite when it is saved; the weights are."""
+    poison(monkeypatch, lambda step: step == 5)
+    pretrain(with_run(micro, log_every=20), corpus, tmp_path, quiet=True)
+    (line,) = [m for m in metrics(tmp_path) if m["kind"] == "train"]
+    assert line["bad_steps"] == 1
+    for name, tensor in final_tensors(tmp_path).items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_a_stop_after_a_bad_step_still_saves(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, lambda step: step == 5)
+    config = with_run(micro, log_every=20)
+    pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    stop_after(monkeypatch, 6)
+    with pytest.raises(Stopped):
+        pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    monkeypatch.undo()
+    poison(monkeypatch, lambda step: step == 5)
+    pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("log_every", [1, 20])
+def test_too_many_bad_steps_in_a_row_end_the_run_with_good_weights(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log_every: int,
+) -> None:
+    poison(monkeypatch, lambda step: step >= 9)
+    config = with_run(micro, log_every=log_every, save_every=2, keep_checkpoints=99)
+    with pytest.raises(NumericError, match="not finite") as caught:
+        pretrain(config, corpus, tmp_path, quiet=True)
+    assert caught.value.exit_code == 4
+    if log_every == 1:
+        assert "step 12" in caught.value.where
+    for path in (tmp_path / "checkpoints").iterdir():
+        for name, tensor in weights_at(tmp_path, int(path.name[5:])).items():
+            assert torch.isfinite(tensor).all(), (path, name)
+    assert (tmp_path / "checkpoints" / "step-00000008").is_dir()
+
+
+# ---------------------------------------------------------------------- what is left behind
+
+
+def test_a_run_leaves_its_record_and_a_picture(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    pretrain(micro, corpus, tmp_path)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    stored = json.loads((tmp_path / "config.json").read_bytes())
+    assert from_dict(PretrainConfig, stored, where="config.json") == micro
+    record = json.loads((tmp_path / "run.json").read_bytes())
+    assert record["corpus_fingerprint"] == corpus.fingerprint
+    assert record["tokenizer_hash"] == corpus.tokenizer_hash
+    assert Tokenizer.load(tmp_path / "tokenizer").hash == corpus.tokenizer_hash
+    loaded = load_run(tmp_path)
+    assert (loaded.config, loaded.step) == (micro, 20)
+    final = final_tensors(tmp_path)
+    for name, parameter in loaded.objective.named_parameters():
+        assert torch.equal(parameter, final[f"model/{name}"])
+
+
+def test_every_line_has_what_the_paper_and_a_reader_want(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    pretrain(micro, corpus, tmp_path, quiet=True)
+    for line in read_metrics(tmp_path):
+        if line["kind"] == "train":
+            total = line["mlm_loss"] + 50 * line["disc_loss"]
+            assert line["loss"] == pytest.approx(total)
+            assert 0 < line["replaced_percent"] < 100 * 4 / 23 + 1e-9
+            assert 0 <= line["disc_accuracy"] <= 1
+            assert line["tokens_per_second"] > 0
+        elif line["kind"] == "eval":
+            assert line["unigram_entropy"] > 0
+            assert 0 <= line["disc_auc"] <= 1
+
+
+def test_a_directory_that_is_no_run_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ElectraError, match="not a run"):
+        load_run(tmp_path)
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def runtime(rank: int = 0, world: int = 1) -> Runtime:
+    return Runtime(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        compiled=False,
+        cuda_graph=False,
+        threads=1,
+        rank=rank,
+        world=world,
+    )
+
+
+def test_an_epoch_of_batches_is_every_sequence_once(
+    micro: PretrainConfig, segments: Corpus
+) -> None:
+    batches = Batches(segments.train, micro, runtime())
+    assert batches.padded
+    steps = len(segments.train) // 8
+    block = batches.block(0, steps)
+    seen = sorted(map(tuple, block.x.flatten(0, 1).tolist()))
+    ids, _, _ = segments.train.gather(np.arange(len(segments.train)))
+    every = sorted(map(tuple, ids.tolist()))
+    left_over = len(every) - len(seen)
+    assert left_over == len(segments.train) % 8
+    for row in seen:
+        every.remove(row)
+    assert len(every) == left_over
+
+
+def test_blocks_of_any_size_hold_the_same_batches(micro: PretrainConfig, corpus: Corpus) -> None:
+    batches = Batches(corpus.train, micro, runtime())
+    together = batches.block(3, 5)
+    for i in range(5):
+        alone = batches.block(3 + i, 1)
+        for a, b in zip(together, alone, strict=True):
+            assert torch.equal(a[i], b[0])
+
+
+def test_processes_share_the_batch_without_overlap(micro: PretrainConfig, segments: Corpus) -> None:
+    whole = Batches(segments.train, micro, runtime()).block(0, 3)
+    parts = [Batches(segments.train, micro, runtime(r, 2)).block(0, 3) for r in range(2)]
+    assert torch.equal(whole.x, torch.cat([part.x for part in parts], dim=1))
+    for part in parts:
+        assert torch.equal(part.all_lengths, whole.length)
+
+
+def test_a_batch_knows_its_segments_and_the_counts_of_the_step(
+    micro: PretrainConfig, segments: Corpus
+) -> None:
+    block = Batches(segments.train, micro, runtime()).block(0, 2)
+    batch = block.batch(torch.tensor(1), slice(2, 5), micro)
+    assert batch.x.shape == (3, 23)
+    for row in range(3):
+        length, split = int(batch.length[row]), int(block.split[1, 2 + row])
+        expected = [0] * split + [1] * (length - split) + [0] * (23 - length)
+        assert batch.segment[row].tolist() == expected
+    assert float(batch.tokens) == int(block.length[1].sum())
+    assert float(batch.masked) == sum(math.ceil(0.15 * int(n)) for n in block.length[1])
+
+
+def test_a_full_corpus_needs_no_padding(micro: PretrainConfig, corpus: Corpus) -> None:
+    lengths = corpus.train.lengths
+    assert 0.99 * len(lengths) <= (lengths == 23).sum()
+    batches = Batches(corpus.train, micro, runtime())
+    assert not batches.padded
+    assert (batches.block(0, 40).length == 23).all()
+
+
+# ---------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("levels", [2, 7, 10**6])
+def test_the_area_under_the_curve_is_scikit_learns(levels: int) -> None:
+    draw = np.random.default_rng(levels)
+    score = draw.integers(0, levels, 997).astype(float)  # few levels: many ties
+    positive = draw.random(997) < 0.1 + 0.3 * score / levels
+    assert roc_auc(score, positive) == pytest.approx(roc_auc_score(positive, score), abs=1e-12)
+
+
+def test_the_area_without_both_classes_is_a_half() -> None:
+    assert roc_auc(np.arange(3.0), np.ones(3, bool)) == 0.5
+    assert roc_auc(np.arange(3.0), np.zeros(3, bool)) == 0.5
+
+
+def test_the_unigram_entropy_is_that_of_the_counted_tokens(corpus: Corpus) -> None:
+    ids, _, lengths = corpus.train.gather(np.arange(len(corpus.train)))
+    special = tuple(corpus.special_ids.values())
+    counts: dict[int, int] = {}
+    for row, length in zip(ids.tolist(), lengths.tolist(), strict=True):
+        for token in row[:length]:
+            if token not in special:
+                counts[token] = counts.get(token, 0) + 1
+    total = sum(counts.values())
+    expected = -sum(n / total * math.log(n / total) for n in counts.values())
+    assert unigram_entropy(corpus.train, special, corpus.vocab_size) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_an_evaluation_is_that_of_all_its_tokens_together(
+    micro: PretrainConfig, segments: Corpus, batch_size: int
+) -> None:
+    config = changed(micro, "data.batch_size", batch_size)
+    special = SpecialIds(**segments.special_ids)
+    objective = build_objective(config, segments.vocab_size, special)
+    result = evaluate(objective, segments.held_out, batches=24 // batch_size)
+    d, labels, right, nll = [], [], [], []
+    index = np.linspace(0, len(segments.held_out) - 1, 24).astype(np.int64)
+    ids, segment, lengths = segments.held_out.gather(index)
+    length = torch.from_numpy(lengths).long()
+    batch = Batch(
+        torch.from_numpy(ids).long(),
+        torch.from_numpy(segment).long(),
+        length,
+        length.sum().float(),
+        torch.tensor(1.0),
+    )
+    rng = StepRng(20_200_323, torch.tensor(0), torch.arange(24))
+    with torch.no_grad():
+        p = objective.predict(batch, rng, training=False)
+    assert p.d is not None
+    for b in range(24):
+        for t in range(int(length[b])):
+            d.append(float(p.d[b, t]))
+            labels.append(bool(p.x_corrupt[b, t] != batch.x[b, t]))
+        for slot in range(p.m.at.shape[1]):
+            if p.m.valid[b, slot]:
+                token = int(batch.x[b, p.m.at[b, slot]])
+                nll.append(-float(p.mlm_logits[b, slot].log_softmax(0)[token]))
+                right.append(int(p.mlm_logits[b, slot].argmax()) == token)
+    called = np.array(d) > 0
+    assert result.tokens == len(d)
+    assert result.mlm_loss == pytest.approx(np.mean(nll), rel=1e-5)
+    assert result.mlm_accuracy == pytest.approx(np.mean(right))
+    assert result.disc_auc == pytest.approx(roc_auc_score(labels, d), abs=1e-3)
+    assert result.replaced_percent == pytest.approx(100 * np.mean(labels))
+    assert result.disc_precision == pytest.approx(np.mean(np.array(labels)[called]), abs=1e-3)
+    assert result.disc_recall == pytest.approx(np.mean(called[np.array(labels)]), abs=1e-3)
+
+
+def test_an_evaluation_without_discriminator_says_so(micro: PretrainConfig, corpus: Corpus) -> None:
+    special = SpecialIds(**corpus.special_ids)
+    result = evaluate(
+        build_objective(mlm(micro), corpus.vocab_size, special), corpus.held_out, batches=1
+    )
+    assert result.disc_auc is result.disc_loss is None
+    assert result.mlm_loss > 0
+
+
+ALIVE = Evaluation(
+    mlm_loss=3.0,
+    mlm_accuracy=0.4,
+    disc_loss=0.3,
+    disc_auc=0.8,
+    disc_precision=0.5,
+    disc_recall=0.5,
+    replaced_percent=9.0,
+    tokens=100,
+)
+
+
+def test_a_living_run_is_not_blamed() -> None:
+    assert diagnose(ALIVE, 4.0, 0.5) == []
+    assert diagnose(replace(ALIVE, disc_auc=None), 4.0, 0.5) == []
+
+
+def test_a_dead_generator_and_a_blind_discriminator_are_named() -> None:
+    (generator,) = diagnose(replace(ALIVE, mlm_loss=3.95), 4.0, 0.5)
+    assert "token frequencies" in generator
+    (discriminator,) = diagnose(replace(ALIVE, disc_auc=0.51), 4.0, 0.5)
+    assert "AUC 0.51" in discriminator
+    dead = replace(ALIVE, mlm_loss=5.0, disc_auc=0.5)
+    assert len(diagnose(dead, 4.0, 0.1)) == 2
+    assert diagnose(dead, 4.0, 0.05) == []
+
+
+def test_a_dead_run_is_warned_about_in_its_metrics(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    frozen = changed(micro, "optim.learning_rate", 1e-12)
+    pretrain(frozen, corpus, tmp_path, quiet=True)
+    events = [m for m in metrics(tmp_path) if m["kind"] == "event"]
+    assert any("token frequencies" in m["warning"] for m in events)
+
+
+def test_a_corpus_prepared_elsewhere_continues_the_run(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    text: Path,
+    stopped_run: Path,
+    tmp_path: Path,
+) -> None:
+    """The fingerprint is that of the content, not of the place."""
+    tokenizer = train_tokenizer([text], vocab_size=97)
+    again = tmp_path / "again"
+    prepare([text], tokenizer, again, sequence_length=23, held_out_percent=10.0, workers=1)
+    other = Corpus.open(again)
+    assert other.fingerprint == corpus.fingerprint
+    pretrain(micro, other, stopped_run, quiet=True)
