@@ -31,7 +31,7 @@ from electra.config import PretrainConfig, to_dict
 from electra.corpus import Corpus
 from electra.corruption import choose_positions, mask_tokens, replace
 from electra.flops import matmul_flops_per_token
-from electra.hf import _to_transformers, networks_of
+from electra.hf import networks_of, to_transformers
 from electra.objectives import (
     Batch,
     ReplacedTokenDetection,
@@ -182,7 +182,7 @@ def prove_equal(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) ->
     named = dict(zip(dict(objective.named_parameters()), grads, strict=True))
 
     pair = TransformersPair(c, corpus.vocab_size, special).to(runtime.device)
-    states = {n.kind: _to_transformers(n) for n in networks_of(objective)}
+    states = {n.kind: to_transformers(n) for n in networks_of(objective)}
     pair.discriminator.load_state_dict(states["discriminator"], strict=False)
     pair.generator.load_state_dict(states["generator"], strict=False)
     chosen = replace(torch.zeros_like(batch.x), p.m, torch.ones_like(p.m.at)).bool()

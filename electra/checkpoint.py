@@ -3,7 +3,7 @@
     checkpoints/step-00001000/model.safetensors      parameters, float32
                               optimizer.safetensors  Adam's moments and the running meters
                               state.json             step, seconds trained, what belongs together
-                              MANIFEST.json          size and SHA-256 of the files above
+                              MANIFEST.json          size and SHA-256 of each, and its own
 
 A checkpoint is written beside its final name, synced to the disk, renamed, and only then are old
 ones pruned; a crash at any point leaves the newest complete one in place. Loading verifies every
@@ -12,12 +12,14 @@ byte, walks from the newest to the oldest, and sets damaged ones aside under ano
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,8 @@ class Saver:
 def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
     """Write one checkpoint and return its path; it appears under its name only when complete."""
     final = directory / f"step-{step:08d}"
+    if final.is_dir():  # saved a moment ago, then asked to stop: never take down what is complete
+        return final
     temporary = directory / f".tmp-{final.name}"
     with storage_errors(final):
         shutil.rmtree(temporary, ignore_errors=True)
@@ -127,12 +131,11 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
         write_atomic(path, json_bytes({**state, "step": step}, indent=1))
         files[path.name] = _describe(path)
         fault_point("before_manifest")
-        manifest = {"format": FORMAT, "step": step, "files": files}
+        manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
+        manifest["checksum"] = _checksum(manifest)
         write_atomic(temporary / "MANIFEST.json", json_bytes(manifest, indent=1))
         fsync_dir(temporary)
         fault_point("before_rename")
-        if final.exists():  # the same step again, after a resume: identical content
-            shutil.rmtree(final)
         os.replace(temporary, final)
         fault_point("after_rename")
         fsync_dir(directory)
@@ -140,26 +143,30 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
     return final
 
 
-def load_newest(directory: Path, *, warn: Any = print) -> Checkpoint | None:
+def load_newest(
+    directory: Path, *, warn: Callable[[str], object] = print, set_aside: bool = True
+) -> Checkpoint | None:
     """The newest checkpoint that verifies, or None if there is none at all.
 
-    Damaged ones are renamed to damaged-step-… with a warning. If there were checkpoints and none
-    is good, that is an error: training must not silently start again from nothing.
+    Damaged ones are renamed to damaged-step-… with a warning, unless the caller only reads
+    (`set_aside` false). If there were checkpoints and none is good, that is an error: training
+    must not silently start again from nothing.
     """
-    damaged: list[str] = []
     for path in _steps(directory):
         try:
             return read_checkpoint(path)
         except CorruptError as error:
+            if not set_aside:
+                warn(f"checkpoint {path.name} is damaged ({error.what}), an older one is taken")
+                continue
             aside = path.with_name(f"damaged-{path.name}")
             number = 1
             while aside.exists():
                 number += 1
                 aside = path.with_name(f"damaged-{path.name}-{number}")
             os.replace(path, aside)
-            damaged.append(aside.name)
             warn(f"checkpoint {path.name} is damaged ({error.what}) and was kept as {aside.name}")
-    if damaged:
+    if damaged := sorted(path.name for path in directory.glob("damaged-step-*")):
         raise CorruptError(
             "No checkpoint is intact.",
             where=f"{directory}: {', '.join(damaged)}",
@@ -176,6 +183,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     try:
         manifest = json.loads((path / "MANIFEST.json").read_bytes())
+        if manifest.pop("checksum") != _checksum(manifest):
+            raise damaged("its manifest does not match its own checksum")
         files, step = manifest["files"], int(manifest["step"])
         if manifest["format"] != FORMAT:
             raise ElectraError(
@@ -221,6 +230,10 @@ def _steps(directory: Path) -> list[Path]:
         return []
     found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json_bytes(manifest)).hexdigest()
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ shown as what, where and what to do, without a traceback (unless --debug), and s
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 import sys
@@ -247,9 +246,10 @@ class PretrainCommand:
         if self.init is not None:
             from .hf import initial_state, load_pretrained
 
-            initial = initial_state(
-                load_pretrained(self.init), self.settings, corpus.vocab_size
-            ).parameters
+            state = initial_state(load_pretrained(self.init), self.settings, corpus.vocab_size)
+            initial = state.parameters
+            for note in state.notes:
+                print(note, file=sys.stderr)
         pretrain(self.settings, corpus, self.out, initial=initial, quiet=self.quiet)
         if int(os.environ.get("RANK", 0)) == 0 and not self.quiet:
             print(f"done: {self.out}\nnext: electra export {self.out} --out {self.out}/export")
@@ -335,7 +335,7 @@ class DemoCommand:
     input: tuple[str, ...] = ()
     """Text to train on instead of the text that comes with an installed package."""
     minutes: float | None = None
-    """Minutes of pre-training; default: the recipe's."""
+    """Minutes of pre-training at most; default: 3."""
 
     def run(self) -> None:
         from .demo import demo
@@ -402,6 +402,9 @@ def run(argv: list[str]) -> int:
             raise
         print(f"electra: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # whoever reads the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
     except Stopped:
         print("electra: stopped and saved; the same command continues", file=sys.stderr)
         return EXIT_STOPPED
@@ -417,17 +420,23 @@ def _parse(argv: list[str]) -> Command:
             fix=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}",
         )
     cls: Any = COMMANDS[name]
-    default: Any = None
-    if cls in (PlanCommand, PretrainCommand):
+    prog = f"electra {name}"
+    if cls not in (PlanCommand, PretrainCommand):
+        return tyro.cli(cls, args=args, prog=prog)
+
+    def parse(recipe_name: str) -> Any:
         # The recipe, the profile and the settings file decide what the flags start from.
-        default = cls(
-            **({"out": tyro.MISSING} if cls is PretrainCommand else {}),
-            settings=_starting_point(cls, args),
-        )
-    return tyro.cli(cls, args=args, default=default, prog=f"electra {name}")
+        needed = {"out": tyro.MISSING} if cls is PretrainCommand else {}
+        default = cls(**needed, settings=_starting_point(recipe_name, args))
+        return tyro.cli(cls, args=args, default=default, prog=prog)
+
+    first = args[0] if args and not args[0].startswith("-") else "small"
+    command = parse(first)
+    # A recipe behind the flags is only known now.
+    return command if command.recipe == first else parse(command.recipe)
 
 
-def _starting_point(cls: Any, args: list[str]) -> PretrainConfig:
+def _starting_point(name: str, args: list[str]) -> PretrainConfig:
     """Settings before the flags: recipe, then profile, then --config file, then --init sizes."""
 
     def value_of(flag: str) -> str | None:
@@ -438,15 +447,12 @@ def _starting_point(cls: Any, args: list[str]) -> PretrainConfig:
                 return arg.partition("=")[2]
         return None
 
-    del cls
-    name = args[0] if args and not args[0].startswith("-") else "small"
     profile: Any = value_of("--profile") or "best"
     config = recipe(name, profile)
     if (init := value_of("--init")) is not None:
         from .hf import config_of, load_pretrained
 
-        encoder, generator = config_of(load_pretrained(Path(init)))
-        config = dataclasses.replace(config, encoder=encoder, generator=generator)
+        config = config_of(load_pretrained(Path(init)), config)
     if (path := value_of("--config")) is not None:
         config = from_dict(PretrainConfig, read_settings_file(Path(path)), where=path, base=config)
     return config

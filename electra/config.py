@@ -167,6 +167,11 @@ class ObjectiveConfig:
             "objective.mask_token_percent",
             "use 100 and 0 (paper), 85 and 0 (released code) or 80 and 10 (BERT)",
         )
+        for name in ("disc_weight", "gen_weight"):
+            value = getattr(self, name)
+            _require(
+                0 <= value < math.inf, f"{name} is {value}.", f"objective.{name}", "use 0 or more"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +213,18 @@ class OptimConfig:
             "The warm-up is outside the run.",
             "optim.warmup_steps, optim.warmup_percent",
             "use a number of steps, or a percentage from 0 to 100",
+        )
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"{name} is {value}.", f"optim.{name}", "use 0.9 or 0.999")
+        for name in ("epsilon", "max_grad_norm"):
+            value = getattr(self, name)
+            _require(value > 0, f"{name} is {value}.", f"optim.{name}", "use a positive number")
+        _require(
+            self.weight_decay >= 0,
+            f"weight_decay is {self.weight_decay}.",
+            "optim.weight_decay",
+            "use 0 or a positive number such as 0.01",
         )
 
 
@@ -277,9 +294,21 @@ class RunConfig:
     """Non-finite steps in a row after which the run stops; none of them reaches the weights."""
 
     def __post_init__(self) -> None:
-        for name in ("train_steps", "log_every", "eval_every", "save_every", "keep_checkpoints"):
+        for name in (
+            "train_steps",
+            "threads",
+            "log_every",
+            "eval_every",
+            "eval_batches",
+            "save_every",
+            "keep_checkpoints",
+            "max_bad_steps",
+        ):
             value = getattr(self, name)
-            _require(value >= 1, f"{name} is {value}.", f"run.{name}", "use at least 1")
+            _require(
+                value is None or value >= 1, f"{name} is {value}.", f"run.{name}", "use at least 1"
+            )
+        _require(0 <= self.seed < 2**32, f"seed is {self.seed}.", "run.seed", "use 0 to 4294967295")
         _require(
             self.minutes is None or self.minutes > 0,
             f"minutes is {self.minutes}.",
@@ -418,7 +447,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The nested dictionary in a .toml or .json file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes()
     except OSError as error:
         raise ElectraError(
             f"The settings file cannot be read: {error.strerror}.",
@@ -426,6 +455,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
             fix="check the path",
         ) from error
     try:
+        text = content.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise ElectraError(

@@ -36,6 +36,7 @@ from .recipes import tiny
 from .runlog import read_metrics
 from .tokenizer import Tokenizer, train_tokenizer
 
+MINUTES = 3.0  # of pre-training at most; the whole demo has to end within five
 VOCABULARY = 8192
 SEEDS = (0, 1, 2)
 SENTENCES = 200
@@ -54,9 +55,8 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
         )
     text = None if inputs else find_text()
     config = tiny()
-    if minutes is not None:
-        run = dataclasses.replace(config.run, minutes=minutes)
-        config = dataclasses.replace(config, run=run)
+    run = dataclasses.replace(config.run, minutes=minutes or MINUTES)
+    config = dataclasses.replace(config, run=run)
     result: dict[str, Any] = {"text": text.source if text else list(inputs)}
 
     console.rule("1  text, tokenizer, corpus")

@@ -204,9 +204,15 @@ def initialise(module: nn.Module, init: Literal["paper", "local"], seed: int) ->
             _truncated_normal(value, 0.02, draw)
         parameter.copy_(value)
     if init == "local":
-        for part in module.modules():
-            if isinstance(part, Encoder):
-                _look_at_neighbours(part, draw)
+        encoders = [part for part in module.modules() if isinstance(part, Encoder)]
+        # Both networks read the shared position embeddings: the smaller one sets their form.
+        sizes = [
+            (c.head_size // 2, c.embedding_size // 4, c.hidden_size // 4)
+            for c in (encoder.config for encoder in encoders)
+        ]
+        P = max(1, min(FREQUENCIES, *map(min, sizes)))
+        for encoder in encoders:
+            _look_at_neighbours(encoder, P, draw)
 
 
 NEIGHBOURS = (-1, 1, -2, 2)  # one offset per head, over as many of the first blocks as it takes
@@ -214,7 +220,7 @@ FREQUENCIES = 16  # of the positions' sines and cosines, at most
 LOGIT = 8.0  # attention logit of the neighbour above that of other places
 
 
-def _look_at_neighbours(encoder: Encoder, draw: torch.Generator) -> None:
+def _look_at_neighbours(encoder: Encoder, P: int, draw: torch.Generator) -> None:
     """Let the first heads attend to the tokens beside their own, instead of to all tokens alike.
 
     A masked position knows nothing but its place, so a generator stays at the frequencies of
@@ -227,7 +233,6 @@ def _look_at_neighbours(encoder: Encoder, draw: torch.Generator) -> None:
     """
     c = encoder.config
     E, D, H, K = c.embedding_size, c.hidden_size, c.attention_heads, c.head_size
-    P = min(FREQUENCIES, K // 2, E // 4, D // 4)
     C = 2 * P
     # Multiples of the golden ratio spread over (0, π) without a common period.
     f = math.pi * ((torch.arange(P) + 1) * 0.6180339887 % 1)

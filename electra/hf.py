@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,10 +74,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "encoder.embeddings.segment": ("electra.embeddings.token_type_embeddings",),
     "encoder.embeddings.norm": ("electra.embeddings.LayerNorm",),
     "encoder.project": ("electra.embeddings_project",),
-    "encoder.blocks.{i}.qkv": (
-        "electra.encoder.layer.{i}.attention.self.query",
-        "electra.encoder.layer.{i}.attention.self.key",
-        "electra.encoder.layer.{i}.attention.self.value",
+    "encoder.blocks.{i}.qkv": tuple(
+        "electra.encoder.layer.{i}.attention.self." + part for part in ("query", "key", "value")
     ),
     "encoder.blocks.{i}.out": ("electra.encoder.layer.{i}.attention.output.dense",),
     "encoder.blocks.{i}.attention_norm": ("electra.encoder.layer.{i}.attention.output.LayerNorm",),
@@ -122,26 +119,20 @@ class Pretrained:
     """What a directory holds: at least one of the networks, and the tokenizer if it is there."""
 
     path: Path
-    networks: dict[Kind, Network]
+    discriminator: Network | None
+    generator: Network | None
     tokenizer: Tokenizer | None
-
-    @property
-    def discriminator(self) -> Network | None:
-        return self.networks.get("discriminator")
-
-    @property
-    def generator(self) -> Network | None:
-        return self.networks.get("generator")
 
     def network(self, kind: Kind) -> Network:
         """The network of that kind; an error that says so when it is not there."""
-        if kind not in self.networks:
+        network = self.discriminator if kind == "discriminator" else self.generator
+        if network is None:
             raise ElectraError(
                 f"There is no {kind} here.",
                 where=str(self.path),
                 fix=f"give a directory that holds one, saved as {_ARCHITECTURE[kind]}",
             )
-        return self.networks[kind]
+        return network
 
     def needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -187,13 +178,19 @@ def _pairs(objective: Objective) -> dict[Kind, _Pair]:
     return {"generator": _Pair(objective.generator, objective.generator_head)}
 
 
-def _empty_pair(kind: Kind, config: EncoderConfig, vocab_size: int, disc_head: DiscHead) -> _Pair:
+def _empty(kind: Kind, config: EncoderConfig, vocab_size: int, disc_head: DiscHead) -> _Pair:
     """Shapes without memory."""
     with torch.device("meta"):
         encoder = Encoder(config, Embeddings(config, vocab_size))
         if kind == "discriminator":
             return _Pair(encoder, DiscriminatorHead(config, disc_head))
         return _Pair(encoder, GeneratorHead(config, vocab_size))
+
+
+def _build(network: Network) -> _Pair:
+    pair = _empty(network.kind, network.config, network.vocab_size, network.disc_head)
+    pair.load_state_dict(network.tensors, assign=True)
+    return pair.requires_grad_(False).eval()
 
 
 # ---------------------------------------------------------------------- export
@@ -222,9 +219,7 @@ def export(
     networks = networks_of(objective)
     tokenizer = Tokenizer.load(tokenizer_dir)
     record = {
-        "format": 1,
         "version": __version__,
-        "networks": [network.kind for network in networks],
         "step": step,
         "config": to_dict(config),
         "tokenizer_hash": tokenizer.hash,
@@ -291,57 +286,29 @@ def _replacing(out: Path) -> Generator[Path]:
 
 def _model_card(network: Network, config: PretrainConfig, step: int | None) -> str:
     """README.md of one network; holds no text that users wrote, so nothing has to be escaped."""
-    c, data, model = network.config, config.data, _ARCHITECTURE[network.kind]
-    tag, role, result = {
-        "discriminator": (
-            "tags: [electra]",
-            "tells for every token whether it was replaced; its encoder is what is fine-tuned",
-            ".sigmoid()  # P(replaced) of every token",
-        ),
-        "generator": (
-            "pipeline_tag: fill-mask",
-            "proposes tokens for masked positions",
-            ".softmax(-1)  # over the vocabulary",
-        ),
-    }[network.kind]
+    c, data = network.config, config.data
     return f"""\
 ---
 library_name: transformers
-{tag}
+tags: [electra]
 ---
 
 # ELECTRA {network.kind}
 
-This network {role} (Clark et al., ICLR 2020).
-
-```python
-from transformers import AutoTokenizer, {model}
-
-tokenizer = AutoTokenizer.from_pretrained("{network.kind}")
-model = {model}.from_pretrained("{network.kind}")
-model(**tokenizer("The chef ate the meal.", return_tensors="pt")).logits{result}
-```
-
-| | |
-|---|---|
-| layers, hidden size, heads | {c.layers}, {c.hidden_size}, {c.attention_heads} |
-| vocabulary, longest sequence | {network.vocab_size:,}, {c.max_positions} |
-| trained for | {f"{step:,}" if step is not None else "?"} steps of {data.batch_size} × \
-{data.sequence_length} tokens |
-
-Written by electra {__version__}; all settings are in `electra.json` of the export.
+`{_ARCHITECTURE[network.kind]}` loads it with its head, `AutoModel` takes the encoder alone.
+It has {c.layers} layers of {c.hidden_size} units, a vocabulary of {network.vocab_size:,} tokens,
+and reads sequences of up to {c.max_positions}. Trained after Clark et al. (ICLR 2020) by electra
+{__version__}: {f"{step:,} steps" if step is not None else "steps"} of {data.batch_size} × \
+{data.sequence_length} tokens.
 """
-
-
-# ---------------------------------------------------------------------- names
 
 
 def _names(kind: Kind, ours: str) -> tuple[str, ...]:
     """The tensors of transformers that our tensor `ours` consists of."""
     module, end = ours.rsplit(".", 1)
-    number = re.search(r"\d+", module)
-    parts = _MODULES[re.sub(r"\d+", "{i}", module)]
-    return tuple(f"{part.format(i=number and number[0], kind=kind)}.{end}" for part in parts)
+    i = "".join(filter(str.isdigit, module))  # of the block
+    parts = _MODULES[module.replace(i, "{i}") if i else module]
+    return tuple(f"{part.format(i=i, kind=kind)}.{end}" for part in parts)
 
 
 def to_transformers(network: Network) -> dict[str, Tensor]:
@@ -354,20 +321,6 @@ def to_transformers(network: Network) -> dict[str, Tensor]:
         names = _names(network.kind, ours)
         result |= zip(names, (t.contiguous() for t in tensor.chunk(len(names))), strict=True)
     return result
-
-
-def _from_transformers(
-    kind: Kind, ours: Sequence[str], given: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Undoes `to_transformers`; `ours` names what a network with a dense head consists of."""
-    tensors = {name: torch.cat([given[part] for part in _names(kind, name)]) for name in ours}
-    if kind == "discriminator":
-        w, b = (tensors[f"head.dense.{end}"][:1].clone() for end in ("weight", "bias"))
-        dense = _dense_head(w, b)
-        if all(torch.equal(tensors[name], tensor) for name, tensor in dense.items()):
-            rest = {name: tensor for name, tensor in tensors.items() if name not in dense}
-            return rest | {"head.w.weight": w, "head.w.bias": b}
-    return tensors
 
 
 def _dense_head(w: Tensor, b: Tensor) -> dict[str, Tensor]:
@@ -387,41 +340,50 @@ def _dense_head(w: Tensor, b: Tensor) -> dict[str, Tensor]:
     }
 
 
+def _without_dense_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Undoes `_dense_head`; any other head stays as it is."""
+    w, b = (tensors[f"head.dense.{end}"][:1].clone() for end in ("weight", "bias"))
+    dense = _dense_head(w, b)
+    if all(name in tensors and torch.equal(tensors[name], t) for name, t in dense.items()):
+        rest = {name: t for name, t in tensors.items() if name not in dense}
+        return {**rest, "head.w.weight": w, "head.w.bias": b}
+    return tensors
+
+
 # ---------------------------------------------------------------------- import
 
 
 def load_pretrained(path: Path) -> Pretrained:
     """The networks of an export, of one transformers directory, or of a run's newest checkpoint."""
+    path = Path(path)
+    places = (path, path / "discriminator", path / "generator")
+    directories = [place for place in places if (place / "config.json").is_file()]
+    tokenizer: Tokenizer | None = None
     if (path / "run.json").is_file():
         from .pretrain import load_run  # as in export_run
 
         run = load_run(path)
-        networks = {network.kind: network for network in networks_of(run.objective)}
-        return Pretrained(path, networks, Tokenizer.load(run.tokenizer_dir))
-    places = (path, path / "discriminator", path / "generator")
-    directories = [place for place in places if (place / "config.json").is_file()]
-    if not directories:
+        networks, tokenizer = networks_of(run.objective), Tokenizer.load(run.tokenizer_dir)
+    elif directories:
+        networks = tuple(map(_read_network, directories))
+        if any((directories[0] / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+            tokenizer = Tokenizer.load(directories[0])
+    else:
         raise ElectraError(
-            "This is no model: there is neither a config.json nor an export with its folders "
+            "This is no model: there is no config.json, neither here nor in the folders "
             "discriminator and generator.",
             where=str(path),
             fix="give a run, an export, or a directory written by transformers' save_pretrained",
         )
-    first = directories[0]
-    if first == path:
-        directories = [path]
-    networks = {network.kind: network for network in map(_read_network, directories)}
-    has_tokenizer = any((first / name).is_file() for name in ("tokenizer.json", "vocab.txt"))
-    tokenizer = Tokenizer.load(first) if has_tokenizer else None
-    for network in networks.values():
-        if tokenizer is not None and tokenizer.vocab_size > network.vocab_size:
-            raise ElectraError(
-                f"The tokenizer has {tokenizer.vocab_size:,} tokens, the {network.kind} embeds "
-                f"only {network.vocab_size:,}.",
-                where=str(first),
-                fix="use the tokenizer the model was trained with",
-            )
-    return Pretrained(path, networks, tokenizer)
+    smallest = min(network.vocab_size for network in networks)
+    if tokenizer is not None and tokenizer.vocab_size > smallest:
+        raise ElectraError(
+            f"The tokenizer has {tokenizer.vocab_size} tokens, the model embeds only {smallest}.",
+            where=str(path),
+            fix="use the tokenizer the model was trained with",
+        )
+    found = {network.kind: network for network in networks}
+    return Pretrained(path, found.get("discriminator"), found.get("generator"), tokenizer)
 
 
 def load_discriminator(path: Path) -> tuple[Encoder, DiscriminatorHead, Tokenizer]:
@@ -448,35 +410,25 @@ def build_generator(network: Network) -> tuple[Encoder, GeneratorHead]:
     return pair.encoder, pair.head
 
 
-def _build(network: Network) -> _Pair:
-    pair = _empty_pair(network.kind, network.config, network.vocab_size, network.disc_head)
-    pair.load_state_dict(network.tensors, assign=True)
-    return pair.requires_grad_(False).eval()
-
-
 def _read_network(directory: Path) -> Network:
     """The one network of a transformers directory; its tensors tell which one it is."""
     config, vocab_size = _read_config(directory / "config.json")
-    given = _read_tensors(directory)
-
-    def misfit(what: str, fix: str) -> ElectraError:
-        return ElectraError(what, where=str(directory / "model.safetensors"), fix=fix)
-
-    groups = sorted({name.split(".")[0] for name in given})
-    kinds = [kind for kind in _ARCHITECTURE if f"{kind}_predictions" in groups]
-    if len(kinds) != 1:
-        raise misfit(
-            "The weights have to hold the head of a discriminator or that of a generator, they "
-            f"hold {_listed(groups)}.",
-            "give a model saved as ElectraForPreTraining or ElectraForMaskedLM",
-        )
-    kind = kinds[0]
+    path = directory / "model.safetensors"
+    try:
+        given = {name: t.float() for name, t in load_file(path).items() if name not in _BUFFERS}
+    except (SafetensorError, OSError) as error:
+        raise ElectraError(
+            f"The weights cannot be read: {error}.",
+            where=str(path),
+            fix="get the file again; a pickle (*.bin) is never read, because it can run any code: "
+            "if you trust it, let transformers' save_pretrained write model.safetensors",
+        ) from error
+    is_generator = any(name.startswith("generator_") for name in given)
+    kind: Kind = "generator" if is_generator else "discriminator"
     table = given.pop(_TABLE, None)
-    # What our writer would make of an empty network is what has to be there.
-    empty = Network(
-        kind, config, vocab_size, _empty_pair(kind, config, vocab_size, "dense").state_dict()
-    )
-    expected = to_transformers(empty)
+    # What our writer makes of an empty network is what has to be there.
+    empty = _empty(kind, config, vocab_size, "dense").state_dict()
+    expected = to_transformers(Network(kind, config, vocab_size, empty))
     problems = [f"missing: {name}" for name in expected if name not in given]
     problems += [f"unknown: {name}" for name in given if name not in expected]
     problems += [
@@ -484,65 +436,37 @@ def _read_network(directory: Path) -> Network:
         for name, tensor in expected.items()
         if name in given and given[name].shape != tensor.shape
     ]
+    if table is not None and not torch.equal(table, given.get(_WORDS, table)):
+        problems.append(f"{_TABLE} differs from the word embeddings, which have to be tied to it")
     if problems:
-        raise misfit(
-            f"The tensors do not fit config.json; {_listed(problems)}.",
-            "give config.json and model.safetensors of one and the same model",
+        raise ElectraError(
+            f"The tensors do not fit; {', '.join(problems[:9])}.",
+            where=str(path),
+            fix="give config.json and model.safetensors of one and the same ElectraForPreTraining "
+            "or ElectraForMaskedLM",
         )
-    if table is not None and not torch.equal(table, given[_WORDS]):
-        raise misfit(
-            f"{_TABLE} differs from the word embeddings, but ELECTRA has one table for both.",
-            "only models with tied embeddings can be read",
-        )
-    return replace(empty, tensors=_from_transformers(kind, list(empty.tensors), given))
+    tensors = {name: torch.cat([given[part] for part in _names(kind, name)]) for name in empty}
+    return Network(kind, config, vocab_size, _without_dense_head(tensors))
 
 
 def _read_config(path: Path) -> tuple[EncoderConfig, int]:
     """Encoder settings and vocabulary size of a transformers config.json."""
-    values = read_settings_file(path)
-    for key, wanted in _FIXED.items():
-        if values.get(key, wanted) != wanted:
-            raise ElectraError(
-                f"{key} is {values[key]!r}.",
-                where=str(path),
-                fix=f"only models with {wanted!r} can be read",
-            )
-    vocab_size = values.get("vocab_size", 30522)
+    values = {"vocab_size": 30522, **read_settings_file(path)}
+    vocab_size = values["vocab_size"]
+    wrong = [key for key, only in _FIXED.items() if values.get(key, only) != only]
     if not isinstance(vocab_size, int) or vocab_size < 1:
+        wrong.append("vocab_size")
+    if wrong:
         raise ElectraError(
-            f"vocab_size is {vocab_size!r}.", where=str(path), fix="give the size of the vocabulary"
+            f"This is no ELECTRA model: {', '.join(f'{key} is {values[key]!r}' for key in wrong)}.",
+            where=str(path),
+            fix=f"only models with {_FIXED} can be read",
         )
     given = {ours: values[theirs] for ours, theirs in _FIELDS.items() if theirs in values}
     try:
         return from_dict(EncoderConfig, given, where="encoder"), vocab_size
     except ElectraError as error:  # names the setting, but not the file it comes from
         raise ElectraError(error.what, where=f"{path}: {error.where}", fix=error.fix) from error
-
-
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
-    """The weights of a transformers directory in float32, without the buffers of old versions."""
-    path = directory / "model.safetensors"
-    if not path.is_file():
-        pickles = [p.name for p in directory.glob("*.bin")]
-        raise ElectraError(
-            f"The weights are in {pickles[0]}, a pickle, which can run any code when it is read."
-            if pickles
-            else "There is no model.safetensors.",
-            where=str(directory),
-            fix="save the model with transformers' save_pretrained, which writes one "
-            "model.safetensors, if you trust where it comes from",
-        )
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CorruptError(
-            f"The weights cannot be read: {error}.", where=str(path), fix="get the file again"
-        ) from error
-    return {name: tensor.float() for name, tensor in tensors.items() if name not in _BUFFERS}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 # ---------------------------------------------------------------------- continue training
@@ -555,37 +479,28 @@ def config_of(pretrained: Pretrained, base: PretrainConfig) -> PretrainConfig:
     size from `base`, a missing discriminator is made as large as the generator.
     """
     d, g = pretrained.discriminator, pretrained.generator
-    encoder, generator, objective = base.encoder, base.generator, base.objective
+    generator, objective = base.generator, base.objective
     if d is None or objective.kind == "mlm":
         encoder = pretrained.network("generator").config
         generator = replace(generator, width=1.0, depth=1.0)
     else:
-        encoder = d.config
-        objective = replace(objective, disc_head=d.disc_head)
+        encoder, objective = d.config, replace(objective, disc_head=d.disc_head)
         if g is not None:
-            generator = replace(
-                generator,
-                width=g.config.hidden_size / d.config.hidden_size,
-                depth=g.config.layers / d.config.layers,
-                sharing=_sharing(d, g),
-            )
+            width = g.config.hidden_size / d.config.hidden_size
+            depth = g.config.layers / d.config.layers
+            generator = replace(generator, width=width, depth=depth, sharing=_sharing(d, g))
     encoder = replace(encoder, init=base.encoder.init)  # which no file of transformers knows
-    return replace(base, encoder=encoder, generator=generator, objective=objective)
+    data = replace(base.data, sequence_length=min(base.data.sequence_length, encoder.max_positions))
+    return replace(base, encoder=encoder, generator=generator, objective=objective, data=data)
 
 
 def _sharing(d: Network, g: Network) -> Sharing:
     """The closest sharing under which the tensors could have been trained."""
-
-    def are_equal(prefix: str) -> bool:
-        return all(
-            torch.equal(tensor, g.tensors[name])
-            for name, tensor in d.tensors.items()
-            if name.startswith(prefix)
-        )
-
-    if d.config == g.config and are_equal("encoder."):
+    encoder = {name for name in d.tensors.keys() & g.tensors.keys() if name.startswith("encoder.")}
+    apart = [name for name in encoder if not torch.equal(d.tensors[name], g.tensors[name])]
+    if not apart and d.config == g.config:
         return "all"
-    return "embeddings" if are_equal("encoder.embeddings.") else "none"
+    return "none" if any("embeddings" in name for name in apart) else "embeddings"
 
 
 def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: int) -> InitialState:
@@ -597,57 +512,40 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
         pretrained.network("generator")  # nothing else is trained, so it has to be there
     # The special ids are of no weight here: nothing is masked.
     objective = build_objective(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
-    pairs, networks, notes = _pairs(objective), pretrained.networks, list[str]()
-    for kind, pair in pairs.items():
-        if kind in networks:
-            _check_fits(networks[kind], pair.encoder.config, config, vocab_size, pretrained.path)
-        else:
-            notes.append(f"{pretrained.path} holds no {kind}: it starts from new weights")
-    # The discriminator goes last, so that it decides on what is shared.
-    for kind, pair in reversed(pairs.items()):
-        if kind in networks:
-            pair.load_state_dict(networks[kind].tensors)
-    state = pairs["generator"].state_dict()
-    if (g := pretrained.generator) is not None:
-        lost = [name for name, tensor in g.tensors.items() if not torch.equal(tensor, state[name])]
-        if lost:
-            notes.append(
-                "the generator shares the discriminator's weights from now on and gives up its "
-                f"own: {_listed(lost)}"
+    notes: list[str] = []
+    for fresh in networks_of(objective):
+        network: Network | None = getattr(pretrained, fresh.kind)
+        if network is None:
+            notes.append(f"{pretrained.path} holds no {fresh.kind}: it starts from new weights")
+            continue
+        facts, asked = _facts(network), _facts(fresh)
+        wrong = [
+            f"{key} is {facts[key]}, not {asked[key]}" for key in asked if facts[key] != asked[key]
+        ]
+        if wrong:
+            raise ElectraError(
+                f"The {fresh.kind} does not fit the settings: {', '.join(wrong)}.",
+                where=str(pretrained.path),
+                fix="prepare the corpus with the model's own tokenizer, and leave out the sizes of "
+                "encoder and generator and objective.disc_head: they are taken from the model",
             )
+    pairs, d, g = _pairs(objective), pretrained.discriminator, pretrained.generator
+    if g is not None:
+        pairs["generator"].load_state_dict(g.tensors)
+    if d is not None and "discriminator" in pairs:  # comes last and decides on what is shared
+        pairs["discriminator"].load_state_dict(d.tensors)
+    now = pairs["generator"].state_dict()
+    if g is not None and any(not torch.equal(t, now[name]) for name, t in g.tensors.items()):
+        shared = "embeddings" if config.generator.sharing == "embeddings" else "encoder"
+        notes.append(f"the generator gives up its own {shared} for the discriminator's")
     parameters = {name: p.detach() for name, p in objective.named_parameters()}
     return InitialState(parameters, tuple(notes))
 
 
-def _check_fits(
-    network: Network, sizes: EncoderConfig, config: PretrainConfig, vocab_size: int, path: Path
-) -> None:
-    """The network has the sizes that the settings ask for; the error names the setting."""
-    is_derived = network.kind == "generator" and config.objective.kind == "rtd"
-    own = "generator.width and generator.depth" if is_derived else "encoder.{}"
-    tokens = "prepare the corpus with the model's own tokenizer"
-    rows = [("vocabulary", network.vocab_size, vocab_size, tokens)]
-    for field in _FIELDS:
-        if "dropout" not in field:  # may change from one run to the next
-            fix = f"leave out {own.format(field)}: sizes are taken from the model"
-            rows.append((field, getattr(network.config, field), getattr(sizes, field), fix))
-    for name, has, asked, fix in rows:
-        if has != asked:
-            raise ElectraError(
-                f"The {network.kind} does not fit: its {name} is {has}, the settings ask for "
-                f"{asked}.",
-                where=str(path),
-                fix=fix,
-            )
-    if network.kind == "discriminator" and network.disc_head != config.objective.disc_head:
-        raise ElectraError(
-            f"The discriminator does not fit: its head is {network.disc_head}.",
-            where=str(path),
-            fix=f"set objective.disc_head to {network.disc_head}",
-        )
-
-
-# ---------------------------------------------------------------------- verification
+def _facts(network: Network) -> dict[str, Any]:
+    """What has to be equal for one network to take the place of the other: not the dropout."""
+    sizes = {key: getattr(network.config, key) for key in _FIELDS if "dropout" not in key}
+    return {"vocab_size": network.vocab_size, **sizes, "disc_head": network.disc_head}
 
 
 def _require(condition: bool, what: str) -> None:
@@ -669,19 +567,24 @@ def _verify(
             torch.equal(read.tensors[name], tensor) for name, tensor in network.tensors.items()
         )
         is_same &= replace(read.config, init=network.config.init) == network.config
-        _require(is_same, f"the {network.kind} reads back otherwise than it was written")
-    is_same = again.needed_tokenizer().hash == tokenizer.hash
-    _require(is_same, "the tokenizer reads back otherwise than it was written")
+        _require(is_same, f"the {network.kind} reads back otherwise")
+    _require(again.needed_tokenizer().hash == tokenizer.hash, "the tokenizer reads back otherwise")
     checks = ("read back bit for bit",)
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError:  # not installed, or not for this torch: it is only a second opinion
         return checks, None
-    with _quiet(transformers):
+    logging = transformers.utils.logging
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
         difference = max(
             _compare_with_transformers(transformers, network, tokenizer, out / network.kind)
             for network in networks
         )
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
     done = f"logits and token ids equal in transformers {transformers.__version__}"
     return (*checks, done), difference
 
@@ -695,10 +598,9 @@ def _compare_with_transformers(
     model, info = getattr(transformers, _ARCHITECTURE[network.kind]).from_pretrained(
         directory, local_files_only=True, output_loading_info=True, dtype=torch.float32
     )
-    for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        _require(not info[key], f"{key} in transformers: {info[key]}")
+    _require(not any(info.values()), f"transformers finds other tensors: {info}")
     pairs = list(zip(_TEXTS, reversed(_TEXTS), strict=True))
-    batch = theirs(pairs, padding=True, return_tensors="pt")
+    batch = theirs(pairs, padding=True, verbose=False, return_tensors="pt")
     for pair, row, mask in zip(pairs, batch["input_ids"], batch["attention_mask"], strict=True):
         is_same = row[mask == 1].tolist() == tokenizer.encode(*pair)
         _require(is_same, f"transformers gives other token ids for {pair}")
@@ -714,18 +616,3 @@ def _compare_with_transformers(
         f"the {network.kind}'s logits differ by {difference:.1e} in transformers",
     )
     return difference
-
-
-@contextmanager
-def _quiet(transformers: Any) -> Generator[None]:
-    """No progress bars, load reports or hints on long texts: what matters in them is checked."""
-    logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

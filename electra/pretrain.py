@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
+import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -111,7 +113,11 @@ def _train(
         trainer.optimizer.load({"model": initial})
     saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
     early_warnings: list[str] = []
+    if not runtime.is_main:  # the main process looks first: it sets damaged checkpoints aside
+        runtime.agree(0.0)
     saved = load_newest(out / "checkpoints", warn=early_warnings.append)
+    if runtime.is_main:
+        runtime.agree(0.0)
     if saved is not None:
         trainer.load(saved.tensors, saved.step)
     first_step = saved.step if saved else 0
@@ -138,7 +144,7 @@ def _train(
 
     def save(step: int) -> None:
         if saver is not None:
-            saver.save(step, trainer.state(), {"seconds": seconds, "config": config.name})
+            saver.save(step, trainer.state(), {"seconds": clock.read(), "config": config.name})
 
     def held_out(step: int, progress: float) -> None:
         if not runtime.is_main or not len(corpus.held_out):
@@ -186,16 +192,13 @@ def _train(
                     with clock.paused():
                         held_out(step, progress)
                 if step % run.save_every == 0 and progress < 1.0:
-                    seconds = clock.read()
                     save(step)
-                if runtime.any(stop()) if trainer.may_stop else False:
-                    seconds = clock.read()
+                if progress < 1.0 and trainer.may_stop and runtime.any(stop()):
                     save(step)
                     raise Stopped
         if step > first_step:
-            seconds = clock.read()
+            held_out(step, 1.0)  # before the save: what a checkpoint ends is logged to its end
             save(step)
-            held_out(step, 1.0)
     finally:
         if saver is not None:
             saver.wait()
@@ -206,19 +209,28 @@ def _train(
 
 @dataclass
 class Meter:
-    """Sums of what the steps since the last line of metrics did, kept on the device."""
+    """Sums over the finite steps since the last line of metrics, kept on the device."""
 
     sums: Tensor  # (FIELDS,) float64
 
-    FIELDS = ("mlm", "disc", "mlm_correct", "replaced", "disc_correct", "masked", "tokens", "norm")
+    FIELDS = (
+        *("mlm", "disc", "mlm_correct", "replaced", "disc_correct"),  # this process's share
+        *("masked", "tokens", "norm", "steps"),  # of the whole step
+    )
+
+    def __post_init__(self) -> None:
+        self._losses = torch.zeros_like(self.sums[:5])  # of the step under way
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
-        self.sums[:5] += torch.stack([p.detach().double() for p in losses[1:]])
+        self._losses += torch.stack([p.detach().double() for p in losses[1:]])
 
     def add_step(self, counts: tuple[Tensor, Tensor], norm: Tensor) -> None:
         """What is known of the step as a whole: masked positions, tokens, gradient norm."""
-        self.sums[5:] += torch.stack([p.double() for p in (*counts, norm)])
+        whole = torch.stack([p.double() for p in (*counts, norm, torch.ones_like(norm))])
+        parts = torch.cat([self._losses, whole])
+        self.sums += torch.where(parts.isfinite().all(), parts, 0.0)
+        self._losses.zero_()
 
 
 class Trainer:
@@ -362,7 +374,7 @@ def _log_training(
     sums = dict(zip(Meter.FIELDS, parts.tolist(), strict=True))
     bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.bad_in_a_row)
     trainer.meter.sums.zero_()
-    steps = (step - 1) % config.run.log_every + 1
+    steps = sums["steps"] or math.nan  # all steps bad: every average is not a number
     masked, tokens = max(1.0, sums["masked"]), max(1.0, sums["tokens"])
     o = config.objective
     loss = o.gen_weight * sums["mlm"] + o.disc_weight * sums["disc"] * (o.kind == "rtd")
@@ -491,7 +503,10 @@ def _enter_run(
             fix="restore run.json, or choose another --out",
         )
     if not (out / "tokenizer").exists():
-        shutil.copytree(corpus.tokenizer_dir, out / "tokenizer")
+        copy = out / ".tokenizer.tmp"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(corpus.tokenizer_dir, copy)
+        os.replace(copy, out / "tokenizer")
     write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
     record = {
         "format": 1,
@@ -522,7 +537,7 @@ class LoadedRun:
 def load_run(run: Path) -> LoadedRun:
     """The networks of a run directory at its newest intact checkpoint, float32 on the CPU."""
     record = _read_json(run / "run.json")
-    saved = load_newest(run / "checkpoints") if record else None
+    saved = load_newest(run / "checkpoints", set_aside=False) if record else None
     if not record or saved is None:
         raise ElectraError(
             "This is not a run with a checkpoint.",
@@ -557,8 +572,12 @@ def with_steps(config: PretrainConfig, steps: int) -> PretrainConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
+    except OSError as error:
+        raise ElectraError(
+            f"The file cannot be read: {error.strerror}.", where=str(path), fix="check the path"
+        ) from error
     except ValueError as error:
         raise ElectraError(
             f"The file is not valid JSON: {error}.", where=str(path), fix="restore it from a backup"

@@ -46,8 +46,7 @@ def tiny() -> PretrainConfig:
         optim=OptimConfig(learning_rate=6e-4, warmup_percent=10.0, beta2=0.98),
         data=DataConfig(sequence_length=64, batch_size=16),
         run=RunConfig(
-            train_steps=3000,
-            minutes=3.0,
+            train_steps=2000,
             log_every=50,
             eval_every=500,
             save_every=500,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from .files import write_atomic
@@ -72,12 +73,12 @@ class RunLog:
     def note(self, text: str) -> None:
         """A sentence for the person watching."""
         if self.active:
-            self.console.print(text, soft_wrap=True)
+            self.console.print(text, soft_wrap=True, markup=False)
 
     def warn(self, text: str) -> None:
-        """A warning, on the terminal and in the metrics."""
+        """A warning for the person watching."""
         if self.active:
-            self.console.print(f"[bold yellow]warning[/]: {text}", soft_wrap=True)
+            self.console.print(f"[bold yellow]warning[/]: {escape(text)}", soft_wrap=True)
 
     def close(self) -> None:
         if not self.active:

@@ -214,11 +214,10 @@ def test_a_masked_language_model_is_a_generator(vocabulary: Path, tmp_path: Path
     model = load_in_transformers(tmp_path / "out" / "generator")
     torch.testing.assert_close(our_logits(network), their_logits(model), rtol=0, atol=1e-5)
     pretrained = hf.load_pretrained(tmp_path / "out")
-    encoder, generator = hf.config_of(pretrained)
-    assert replace(encoder, init=config.encoder.init) == config.encoder
+    assert hf.config_of(pretrained, config).encoder == config.encoder
+    assert hf.config_of(pretrained, settings()).generator.width == 1
     state = hf.initial_state(pretrained, config, network.vocab_size)
     assert_equal_state(state.parameters, objective)
-    assert generator.width == 1
     with pytest.raises(ElectraError, match="no discriminator"):
         hf.load_discriminator(tmp_path / "out")
 
@@ -239,15 +238,6 @@ def test_what_lies_in_an_export(exported: Path) -> None:
     with safe_open(exported / "generator" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert "generator_lm_head.weight" not in file.keys()  # noqa: SIM118
-
-
-def test_the_card_escapes_names(vocabulary: Path, tmp_path: Path) -> None:
-    config = replace(settings(kind="mlm"), name="<b>x</b>\n---\n[l](u)")
-    hf.export(objective_of(config, vocabulary), config, vocabulary, tmp_path / "out")
-    card = (tmp_path / "out" / "generator" / "README.md").read_text("utf-8")
-    assert card.count("\n---\n") == 1
-    assert "<b>" not in card.replace("\\<b\\>", "")
-    assert "[l](u)" not in card
 
 
 def test_auto_model_takes_the_encoder(exported: Path) -> None:
@@ -336,8 +326,8 @@ def test_a_failed_check_keeps_what_was_there(
         first, second = (f"electra.encoder.layer.{i}.output.dense.weight" for i in (0, 1))
         return tensors | {first: tensors[second], second: tensors[first]}
 
-    original = hf._to_transformers
-    monkeypatch.setattr(hf, "_to_transformers", swapped)
+    original = hf.to_transformers
+    monkeypatch.setattr(hf, "to_transformers", swapped)
     with pytest.raises(CorruptError, match="reads back otherwise"):
         hf.export(objective, settings(kind="mlm"), vocabulary, out, step=2)
     assert json.loads((out / "electra.json").read_bytes())["step"] == 1
@@ -348,14 +338,9 @@ def test_transformers_has_to_agree(
     vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name that both our writer and our reader get wrong is found by the second opinion."""
-
-    def crossed(kind: hf.Kind, config: EncoderConfig) -> dict[str, tuple[str, ...]]:
-        names = original(kind, config)
-        a, b = "encoder.blocks.0.attention_norm.weight", "encoder.blocks.0.ffn_norm.weight"
-        return names | {a: names[b], b: names[a]}
-
-    original = hf._names
-    monkeypatch.setattr(hf, "_names", crossed)
+    a, b = "encoder.blocks.{i}.attention_norm", "encoder.blocks.{i}.ffn_norm"
+    crossed = {a: hf._MODULES[b], b: hf._MODULES[a]}
+    monkeypatch.setattr(hf, "_MODULES", hf._MODULES | crossed)
     objective = objective_of(settings(kind="mlm"), vocabulary)
     with pytest.raises(CorruptError, match="logits differ"):
         hf.export(objective, settings(kind="mlm"), vocabulary, tmp_path / "out")
@@ -406,7 +391,7 @@ def test_reading_a_model_of_transformers(
         model = type(model)(config)
     model.save_pretrained(tmp_path)
     pretrained = hf.load_pretrained(tmp_path)
-    assert [network.kind for network in pretrained.networks] == [kind]
+    assert (pretrained.discriminator is None) == (kind == "generator")
     network = pretrained.network(kind)
     assert network.config.attention_heads == model.config.num_attention_heads
     torch.testing.assert_close(our_logits(network), their_logits(model), rtol=0, atol=1e-5)
@@ -432,9 +417,10 @@ def test_both_directories_of_transformers_as_one_model(vocabulary: Path, tmp_pat
         model.save_pretrained(tmp_path / kind)
     Tokenizer.load(vocabulary).save(tmp_path / "discriminator")
     pretrained = hf.load_pretrained(tmp_path)
-    encoder, generator = hf.config_of(pretrained)
-    assert (encoder.hidden_size, generator.width, generator.sharing) == (D, 0.5, "none")
-    config = replace(settings(), encoder=encoder, generator=generator)
+    config = hf.config_of(pretrained, settings("all", disc_head="linear"))
+    assert config.encoder.hidden_size == D
+    assert config.generator == GeneratorConfig(width=0.5, sharing="none")
+    assert config.objective.disc_head == "dense"
     state = hf.initial_state(pretrained, config, 41)
     assert state.notes == ()
     objective = build_objective(config, 41, SpecialIds(*range(5)))
@@ -465,10 +451,8 @@ def test_training_continues_from_an_export(
     objective = objective_of(config, vocabulary)
     hf.export(objective, config, vocabulary, tmp_path / "out")
     pretrained = hf.load_pretrained(tmp_path / "out")
-    encoder, generator = hf.config_of(pretrained)
-    assert replace(encoder, init=config.encoder.init) == config.encoder
-    assert generator == config.generator
-    assert pretrained.network("discriminator").disc_head == disc_head
+    base = replace(PretrainConfig(), data=config.data)
+    assert hf.config_of(pretrained, base) == config
     state = hf.initial_state(pretrained, config, pretrained.network("generator").vocab_size)
     assert state.notes == ()
     assert_equal_state(state.parameters, objective)
@@ -481,7 +465,7 @@ def test_a_missing_network_starts_from_new_weights(exported: Path, vocabulary: P
     fresh = dict(build_objective(config, size, SpecialIds(*range(5))).named_parameters())
 
     alone = hf.load_pretrained(exported / "discriminator")
-    assert hf.config_of(alone)[1] == GeneratorConfig()
+    assert hf.config_of(alone, config) == config
     parameters, notes = hf.initial_state(alone, config, size)
     assert "no generator" in notes[0]
     for name, trained in objective.named_parameters():
@@ -514,40 +498,31 @@ def test_masked_language_modelling_needs_a_generator(exported: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("key", "value", "what"),
     [
-        ({"encoder.layers": 2}, ["layers is 3", "encoder.layers"]),
-        (
-            {"encoder.hidden_size": 26},
-            ["project.weight", "(22, 14)", "(26, 14)", "encoder.hidden_size"],
-        ),
-        ({"encoder.ffn_size": 38}, ["(34, 22)", "(38, 22)", "encoder.ffn_size"]),
-        ({"encoder.attention_heads": 1}, ["attention_heads is 2", "encoder.attention_heads"]),
-        ({"encoder.embedding_size": 16}, ["(40, 14)", "(40, 16)", "encoder.embedding_size"]),
-        ({"encoder.max_positions": 31}, ["(29, 14)", "(31, 14)", "encoder.max_positions"]),
-        ({"encoder.layer_norm_eps": 1e-6}, ["encoder.layer_norm_eps"]),
-        ({"generator.width": 1.0}, ["generator does not fit", "generator.width"]),
-        ({"generator.depth": 1 / 3}, ["generator does not fit", "generator.depth"]),
-        ({"objective.disc_head": "linear"}, ["objective.disc_head"]),
+        ("encoder.layers", 2, "discriminator does not fit the settings: layers is 3, not 2"),
+        ("encoder.hidden_size", 26, "hidden_size is 22, not 26"),
+        ("encoder.ffn_size", 38, "ffn_size is 34, not 38"),
+        ("encoder.attention_heads", 1, "attention_heads is 2, not 1"),
+        ("encoder.embedding_size", 16, "embedding_size is 14, not 16"),
+        ("encoder.max_positions", 31, "max_positions is 29, not 31"),
+        ("encoder.layer_norm_eps", 1e-6, "layer_norm_eps is 1e-12, not 1e-06"),
+        ("generator.width", 1.0, "generator does not fit the settings: hidden_size is 11, not 22"),
+        ("generator.depth", 1 / 3, "generator does not fit the settings: layers is 3, not 1"),
+        ("objective.disc_head", "linear", "disc_head is dense, not linear"),
     ],
 )
-def test_settings_that_do_not_fit(
-    changed: dict[str, Any], words: list[str], exported: Path
-) -> None:
+def test_settings_that_do_not_fit(key: str, value: Any, what: str, exported: Path) -> None:
     config = settings()
-    for key, value in changed.items():
-        group, name = key.split(".")
-        config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
-    with pytest.raises(ElectraError) as error:
+    group, name = key.split(".")
+    config = replace(config, **{group: replace(getattr(config, group), **{name: value})})
+    with pytest.raises(ElectraError, match=what):
         hf.initial_state(hf.load_pretrained(exported), config, 40)
-    for word in words:
-        assert word in str(error.value)
 
 
 def test_another_vocabulary_does_not_fit(exported: Path) -> None:
-    with pytest.raises(ElectraError, match="own tokenizer") as error:
+    with pytest.raises(ElectraError, match="vocab_size is 40, not 43"):
         hf.initial_state(hf.load_pretrained(exported), settings(), 43)
-    assert "(40, 14) instead of (43, 14)" in str(error.value)
 
 
 def test_a_generator_that_is_no_fraction(tmp_path: Path) -> None:
@@ -555,8 +530,9 @@ def test_a_generator_that_is_no_fraction(tmp_path: Path) -> None:
     odd = random_model("generator")
     odd.config.intermediate_size = 13
     type(odd)(odd.config).save_pretrained(tmp_path / "generator")
-    with pytest.raises(ElectraError, match="intermediate_size 17, this one has 13"):
-        hf.config_of(hf.load_pretrained(tmp_path))
+    pretrained = hf.load_pretrained(tmp_path)
+    with pytest.raises(ElectraError, match="ffn_size is 13, not 17"):
+        hf.initial_state(pretrained, hf.config_of(pretrained, settings()), 41)
 
 
 # ---------------------------------------------------------------------- what cannot be read
@@ -592,7 +568,7 @@ def refused(directory: Path, *words: str) -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"model_type": "bert"}, "not the config.json of an ELECTRA"),
+        ({"model_type": "bert"}, "no ELECTRA model: model_type is 'bert'"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'"),
         ({"type_vocab_size": 3}, "type_vocab_size is 3"),
@@ -616,7 +592,7 @@ def test_settings_that_cannot_be_read(values: dict[str, Any], word: str, saved: 
 
 
 def test_broken_settings(saved: Path) -> None:
-    for text in ("{", "[]", "[" * 100_000):
+    for text in ("{", "[]"):
         (saved / "config.json").write_text(text)
         refused(saved)
 
@@ -628,9 +604,8 @@ def test_no_model_at_all(tmp_path: Path) -> None:
 
 def test_a_pickle_is_refused(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
-    refused(saved, "no model.safetensors")
     (saved / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    refused(saved, "pytorch_model.bin, a pickle")
+    refused(saved, "No such file", "a pickle (*.bin) is never read")
 
 
 def test_damaged_weights(saved: Path) -> None:
@@ -654,11 +629,11 @@ def test_buffers_of_old_versions_are_ignored(saved: Path) -> None:
 
 def test_a_model_without_or_with_both_heads(saved: Path) -> None:
     change_tensors(saved, lambda t: t.update({"generator_predictions.x": torch.zeros(3)}))
-    refused(saved, "of a generator and of a discriminator")
+    refused(saved, "missing: generator_predictions")
     transformers.ElectraForSequenceClassification(
         random_model("discriminator").config
     ).save_pretrained(saved)
-    refused(saved, "neither the head of a discriminator nor that of a generator", "classifier")
+    refused(saved, "missing: discriminator_predictions", "unknown: classifier", "PreTraining")
 
 
 @pytest.mark.parametrize("saved", ["generator"], indirect=True)
@@ -673,4 +648,4 @@ def test_an_output_table_of_its_own(saved: Path) -> None:
 def test_a_tokenizer_that_is_larger_than_the_table(saved: Path) -> None:
     tokens = [*SPECIAL_TOKENS, *map(str, range(37))]
     (saved / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens))
-    refused(saved, "The tokenizer has 42 tokens, the discriminator embeds only 41")
+    refused(saved, "The tokenizer has 42 tokens, the model embeds only 41")

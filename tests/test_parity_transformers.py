@@ -96,7 +96,7 @@ def in_transformers(network: hf.Network, dtype: torch.dtype) -> Any:
         "generator": transformers.ElectraForMaskedLM,
     }
     model = classes[network.kind](config)
-    result = model.load_state_dict(hf._to_transformers(network), strict=False)
+    result = model.load_state_dict(hf.to_transformers(network), strict=False)
     assert set(result.missing_keys) <= {"generator_lm_head.weight"}
     assert not result.unexpected_keys
     return model.to(dtype)
@@ -105,17 +105,16 @@ def in_transformers(network: hf.Network, dtype: torch.dtype) -> Any:
 def gradients(objective: Objective, models: dict[str, Any]) -> dict[str, Tensor]:
     """Gradients of the models of transformers under our parameters' names."""
     found: dict[str, Tensor] = {}
-    names = dict(objective.named_parameters()).keys()
-    for network in hf.networks_of(objective):
-        model = models[network.kind]
+    names = {parameter: name for name, parameter in objective.named_parameters()}
+    for kind, pair in hf._pairs(objective).items():
+        model = models[kind]
         theirs = {
             name: p.grad
             for name, p in model.named_parameters(remove_duplicate=False)
             if p.grad is not None
         }
-        for name, parts in hf._names(network.kind, network.config).items():
-            ours = hf._parameter_name(network.kind, name, names)
-            found[ours] = torch.cat([theirs[part] for part in parts])
+        for name, parameter in pair.named_parameters():
+            found[names[parameter]] = torch.cat([theirs[part] for part in hf._names(kind, name)])
     return found
 
 
