@@ -87,7 +87,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.special = config, vocab_size, special
-        self.padded = padded  # false when every sequence is full: attention then needs no mask
+        self.padded = padded  # false: sequences in training are full, attention needs no mask
 
     @abstractmethod
     def predict(self, batch: Batch, rng: StepRng, *, training: bool) -> Predictions:
@@ -121,7 +121,7 @@ class Objective(nn.Module):
     def encode(
         self, encoder: Encoder, x: Tensor, batch: Batch, rng: StepRng, *, training: bool
     ) -> Tensor:
-        mask = self.attention_mask(batch) if self.padded else None
+        mask = self.attention_mask(batch) if self.padded or not training else None
         return encoder(x, batch.segment, mask, rng if training else None)
 
     def mlm_logits(

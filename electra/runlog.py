@@ -152,6 +152,7 @@ def draw_curves(directory: Path) -> Path | None:
     other = d.twinx()
     draw(other, train, "grad_norm", "gradient norm")
     other.set_yscale("log")
+    other.set_ylabel("gradient norm (orange)")
     for line in other.get_lines():
         line.set_color("tab:orange")
     for axis in (a, b, c, d):
