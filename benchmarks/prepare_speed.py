@@ -109,14 +109,19 @@ def _ids_are_equal(tokenizer: Tokenizer, lines: list[str]) -> bool:
 
 
 def _peak_rss(inputs: list[Path], tokenizer: Path, out: Path) -> float:
-    """Largest resident size in MB of a `prepare` command or one of its workers."""
+    """Largest resident size in MB of a `prepare` command or one of its workers.
+
+    Its own comes from /proc: ru_maxrss would begin with that of the process that started it.
+    """
     code = (
-        "import resource, sys\n"
+        "import re, resource, sys\n"
+        "from pathlib import Path\n"
         "from electra.cli import run\n"
         "if __name__ == '__main__':\n"
         "    assert run(sys.argv[1:]) == 0\n"
-        "    both = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)\n"
-        "    print(max(resource.getrusage(w).ru_maxrss for w in both))\n"
+        "    mine = re.search(r'VmHWM:\\s*(\\d+)', Path('/proc/self/status').read_text())[1]\n"
+        "    workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
+        "    print(max(int(mine), workers))\n"
     )
     script = out.with_name("peak.py")
     script.write_text(code)

@@ -96,11 +96,12 @@ class Batches:
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.astype(np.int32)).to(device)
 
+        # What the host has to read comes before the first copy, which waits for the device.
+        ids = None if self._resident else self.examples.gather(mine.reshape(-1))[0]
         length = put(self.examples.lengths[mine])
-        if self._resident is not None:
+        if ids is None:
             x = self._gather(torch.from_numpy(mine).to(device), length)
         else:
-            ids, _, _ = self.examples.gather(mine.reshape(-1))
             x = put(ids).view(*mine.shape, -1)
         return Block(x, put(self.examples.splits[mine]), length, put(self.examples.lengths[index]))
 

@@ -65,7 +65,6 @@ class Saver:
         Waits for the save before it. A state with a non-finite number is refused.
         """
         self.wait()
-        # One copy per storage: the tensors are views of a few flat buffers.
         copies: Tensors = {
             file: {name: t.detach().to("cpu", copy=True) for name, t in group.items()}
             for file, group in tensors.items()

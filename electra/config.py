@@ -277,7 +277,7 @@ class RunConfig:
     cuda_graph: Literal["auto", "yes", "no"] = "auto"
     """Record the whole step as one CUDA graph; auto does so on one GPU."""
     deterministic: bool = False
-    """Bit-equal repeats on a GPU as well (a CPU always gives them); slower."""
+    """Bit-equal repeats on a GPU as well (a CPU gives them for equal run.threads); slower."""
     threads: int | None = None
     """CPU threads; default: measured at the start, one or all."""
     log_every: int = 50
@@ -291,7 +291,8 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     max_bad_steps: int = 3
-    """Non-finite steps in a row after which the run stops; none of them reaches the weights."""
+    """Non-finite steps in a row that end the run, looked at every log_every steps; none of them
+    reaches the weights."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -63,6 +63,13 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     console.rule("1  text, tokenizer, corpus")
     console.print(text.source)
     train, test = _split(text)
+    if not train or len(_sentences(test, random.Random(0))) < 20:
+        raise ElectraError(
+            "The text has too few documents to keep some of them aside.",
+            where="--input",
+            fix="give some dozens of documents, with a blank line between them",
+        )
+    console.print(f"{len(test)} of {len(text.documents)} documents are kept aside for steps 3, 4")
     file = _write_text(train, out / "text" / "train.txt")
     tokenizer = train_tokenizer([file], vocab_size=VOCABULARY)
     length = config.data.sequence_length
@@ -88,6 +95,8 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
 
     result = {
         "text": text.source,
+        "documents": len(text.documents),
+        "kept_aside": len(test),
         "held_out": measured,
         "exchanged_words": exchanged,
         "labelled_task": task,
@@ -113,8 +122,9 @@ def _split(text: DemoText) -> tuple[tuple[Prose, ...], tuple[Prose, ...]]:
 
 def _write_text(documents: Sequence[Prose], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = "\n\n".join("\n".join(d.paragraphs) for d in documents)
-    write_atomic(path, whole.encode())
+    whole = "\n\n".join("\n".join(d.paragraphs) for d in documents).encode()
+    if not path.is_file() or path.read_bytes() != whole:  # touched, it would be another corpus
+        write_atomic(path, whole)
     return path
 
 
@@ -242,7 +252,8 @@ def _encoder(model: Pretrained, *, random_seed: int | None) -> Encoder:
         encoder, _ = build_discriminator(network)
         return encoder.requires_grad_(True)
     encoder = Encoder(network.config, Embeddings(network.config, network.vocab_size))
-    initialise(encoder, network.config.init, random_seed)
+    # The same start as the pre-trained one had; an export does not carry it.
+    initialise(encoder, tiny().encoder.init, random_seed)
     return encoder
 
 

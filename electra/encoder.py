@@ -35,7 +35,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, site=site + 3 * i + 1) for i in range(config.layers)
         )
-        self.site = site  # keys of the dropout draws, apart for every place in both networks
+        self.site = site  # keys of the dropout draws, apart for every place in an encoder
 
     @property
     def working_dtype(self) -> torch.dtype:

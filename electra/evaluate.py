@@ -1,7 +1,7 @@
 """What the two networks can do on held-out text, and whether a run looks dead.
 
-The masks of an evaluation are those of step 0 under a fixed seed, so numbers of different steps and
-different runs on one corpus compare the same positions.
+The masks of an evaluation are those of step 0 under a fixed seed, so that different steps, and runs
+with the same batch and masking settings, are compared on the same positions.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ class MaskedLM(Objective):
         p = self.predict(batch, rng, training=True)
         mlm, mlm_correct = self.mlm_loss(p.mlm_logits, p.m, batch)
         zero = torch.zeros_like(mlm.detach())
-        return Losses(mlm, mlm.detach(), zero, mlm_correct, zero.long(), zero.long())
+        total = self.config.objective.gen_weight * mlm
+        return Losses(total, mlm.detach(), zero, mlm_correct, zero.long(), zero.long())
 
 
 def build_objective(

@@ -84,6 +84,7 @@ class Adam:
         self._grads = [slot.of(self.grad) for slot in self.slots]
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
+        self.worst_in_a_row = torch.zeros_like(self.bad_steps)  # since it was last looked at
         # False while a CUDA graph is recorded: the step runs and changes nothing.
         self.live = torch.ones((), dtype=torch.bool, device=device)
         self._refresh()
@@ -132,6 +133,7 @@ class Adam:
             )
         self.bad_steps += ~finite & self.live
         self.bad_in_a_row.copy_(torch.where(finite, 0, self.bad_in_a_row + self.live))
+        torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
         self._refresh()
         return norm
 

@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from .errors import ElectraError, NumericError, Stopped
 from .evaluate import diagnose, evaluate, unigram_entropy
 from .files import exclusive, json_bytes, write_atomic
 from .flops import matmul_flops_per_token
-from .objectives import Losses, Objective, SpecialIds, build_objective
+from .objectives import Batch, Losses, Objective, SpecialIds, build_objective
 from .optim import Adam, learning_rate
 from .randomness import StepRng
 from .runlog import RunLog, draw_curves
@@ -90,7 +91,10 @@ def pretrain(
         if runtime.is_main:
             _enter_run(config, corpus, out, runtime, before)
         runtime.agree(0.0)  # the others wait until the directory is there
-        _train(config, corpus, out, runtime, stop, initial, quiet)
+        try:
+            _train(config, corpus, out, runtime, stop, initial, quiet)
+        finally:
+            runtime.leave()
 
 
 def _train(
@@ -120,8 +124,21 @@ def _train(
     if saved is not None:
         trainer.load(saved.tensors, saved.step)
     first_step = saved.step if saved else 0
+    if runtime.any(runtime.agree(float(first_step)) != float(first_step)):
+        raise ElectraError(
+            "The processes see different checkpoints.",
+            where=str(out),
+            fix="put --out on a file system that all nodes share",
+        )
     seconds = float(saved.state["seconds"]) if saved else 0.0
 
+    def progress_at(step: int, clock: float) -> float:
+        """Share of the run that is done, by steps or by the clock, whichever is further."""
+        by_clock = clock / (60 * run.minutes) if run.minutes else 0.0
+        return min(1.0, max(step / run.train_steps, by_clock))
+
+    if progress_at(first_step, seconds) >= 1.0:
+        return  # done before
     log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet)
     for text in early_warnings:
         log.warn(text)
@@ -130,20 +147,17 @@ def _train(
         + (f", at most {run.minutes:g} minutes" if run.minutes else "")
         + f" · {runtime.describe()['device']}, {runtime.describe()['dtype']}"
     )
+    if config.optim.warmup_percent is None and config.optim.warmup_steps >= run.train_steps:
+        log.warn(_long_warmup(config))
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
     ids = tuple(special)
     unigram = unigram_entropy(corpus.train, ids, corpus.vocab_size) if runtime.is_main else 0.0
     trainer.record()  # compile and capture; not part of the budget
 
-    def progress_at(step: int, clock: float) -> float:
-        """Share of the run that is done, by steps or by the clock, whichever is further."""
-        by_clock = clock / (60 * run.minutes) if run.minutes else 0.0
-        return min(1.0, max(step / run.train_steps, by_clock))
-
     def save(step: int) -> None:
         if saver is not None:
-            saver.save(step, trainer.state(), {"seconds": clock.read(), "config": config.name})
+            saver.save(step, trainer.state(), {"seconds": clock.read(), "lap": clock.lap_start})
 
     def held_out(step: int, progress: float) -> None:
         if not runtime.is_main or not len(corpus.held_out):
@@ -161,7 +175,8 @@ def _train(
             log.write("event", step, {"warning": text})
 
     step, progress = first_step, progress_at(first_step, seconds)
-    clock = Clock(seconds)
+    warn_of_warmup = config.optim.warmup_percent is None
+    clock = Clock(seconds, lap_start=float(saved.state["lap"]) if saved else 0.0)
     try:
         with clock:
             while progress < 1.0:
@@ -173,6 +188,10 @@ def _train(
                     total = float(run.train_steps)
                     if run.minutes and step > 0:  # the clock may end the run first
                         total = max(step, step / progress)
+                        if warn_of_warmup and progress > 0.02:
+                            warn_of_warmup = False
+                            if config.optim.warmup_steps >= total:
+                                log.warn(_long_warmup(config))
                     trainer.load_block(
                         step,
                         [
@@ -241,8 +260,9 @@ class Trainer:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
         self.optimizer = Adam(objective, config.optim, working_dtype=runtime.dtype)
-        compiled = torch.compile(objective, fullgraph=True, dynamic=False)
-        self.forward = compiled if runtime.compiled else objective
+        self.forward: Callable[[Batch, StepRng], Losses] = objective
+        if runtime.compiled:
+            self.forward = torch.compile(objective, fullgraph=True, dynamic=False)
         rows = config.data.batch_size // runtime.world
         micro = min(config.data.micro_batch or rows, rows)
         self.micro_batches = [slice(i, min(i + micro, rows)) for i in range(0, rows, micro)]
@@ -356,6 +376,13 @@ class Trainer:
         self.counter.fill_(step)
 
 
+def _long_warmup(config: PretrainConfig) -> str:
+    return (
+        f"the warm-up of {config.optim.warmup_steps:,} steps is longer than this run: the learning "
+        "rate will neither reach its peak nor fall. Use --optim.warmup-percent 10."
+    )
+
+
 def _log_training(
     trainer: Trainer,
     log: RunLog,
@@ -371,7 +398,8 @@ def _log_training(
     parts = trainer.meter.sums.clone()
     trainer.runtime.sum_(parts[:5])
     sums = dict(zip(Meter.FIELDS, parts.tolist(), strict=True))
-    bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.bad_in_a_row)
+    bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.worst_in_a_row)
+    trainer.optimizer.worst_in_a_row.zero_()
     trainer.meter.sums.zero_()
     steps = sums["steps"] or math.nan  # all steps bad: every average is not a number
     masked, tokens = max(1.0, sums["masked"]), max(1.0, sums["tokens"])
@@ -415,10 +443,10 @@ def _log_training(
 class Clock:
     """Seconds of training: runs while entered, stands still while paused, survives a resume."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, lap_start: float) -> None:
         self._seconds = seconds
         self._since: float | None = None
-        self._lap = seconds
+        self.lap_start = lap_start
 
     def __enter__(self) -> Clock:
         self._since = time.perf_counter()
@@ -442,8 +470,8 @@ class Clock:
     def lap(self, amount: float) -> tuple[float, float]:
         """Seconds so far, and `amount` per second since the last lap."""
         now = self.read()
-        rate = amount / max(1e-9, now - self._lap)
-        self._lap = now
+        rate = amount / max(1e-9, now - self.lap_start)
+        self.lap_start = now
         return now, rate
 
 

@@ -37,7 +37,7 @@ class RunLog:
             kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
             write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        self._board = _tensorboard(directory)
+        self._board = _tensorboard(directory, from_step)
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
         if self.console.is_terminal and not quiet:
             self._progress = Progress(
@@ -90,12 +90,12 @@ class RunLog:
             self._board.close()
 
 
-def _tensorboard(directory: Path) -> Any:
+def _tensorboard(directory: Path, from_step: int) -> Any:
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError:  # an optional extra; metrics.jsonl holds the same numbers
         return None
-    return SummaryWriter(str(directory / "tensorboard"))
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=from_step + 1)
 
 
 def _json_number(value: Any) -> Any:
