@@ -36,6 +36,7 @@ class Runtime:
     threads: int
     rank: int = 0
     world: int = 1
+    owns_group: bool = False
 
     @property
     def is_main(self) -> bool:
@@ -72,8 +73,8 @@ class Runtime:
         return bool(shared.item())
 
     def leave(self) -> None:
-        """End the process group, if there is one."""
-        if self.world > 1 and dist.is_initialized():
+        """End the process group, if it was started here."""
+        if self.owns_group:
             dist.destroy_process_group()
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -99,7 +100,8 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-    if world > 1 and not dist.is_initialized():
+    owns_group = world > 1 and not dist.is_initialized()
+    if owns_group:
         dist.init_process_group("nccl" if wants_cuda else "gloo")
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -131,6 +133,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         threads=threads,
         rank=rank,
         world=world,
+        owns_group=owns_group,
     )
 
 
