@@ -336,7 +336,7 @@ class DemoCommand:
     input: tuple[str, ...] = ()
     """Text to train on instead of the text that comes with an installed package."""
     minutes: float | None = None
-    """Minutes of pre-training at most; default: 3."""
+    """Minutes of pre-training at most; default: 2.5."""
 
     def run(self) -> None:
         from .demo import demo

@@ -38,7 +38,7 @@ from .recipes import tiny
 from .runlog import read_metrics
 from .tokenizer import Tokenizer, train_tokenizer
 
-MINUTES = 3.0  # of pre-training at most; the whole demo has to end within five
+MINUTES = 2.5  # of pre-training at most: the whole demo has to end within five
 VOCABULARY = 8192
 SEEDS = (0, 1, 2)
 SENTENCES = 200
