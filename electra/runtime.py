@@ -7,6 +7,7 @@ met is an error, never a quiet substitute.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import signal
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -54,6 +56,7 @@ class Runtime:
             "processes": self.world,
             "python": platform.python_version(),
             "torch": torch.__version__,
+            **source(),
         }
 
     def agree(self, value: float) -> float:
@@ -175,6 +178,28 @@ def fastest_threads() -> int:
         seconds[threads] = time.perf_counter() - begin
     torch.set_num_threads(before)
     return min(seconds, key=lambda n: seconds[n])
+
+
+@functools.cache
+def source() -> dict[str, str]:
+    """Which code runs: a hash over the package's files and, in a git checkout, its commit."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(package.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    found = {"source": digest.hexdigest()[:16]}
+    git = ["git", "-C", str(package)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True
+        )
+    except OSError:  # no git here
+        return found
+    tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True)
+    if commit.returncode == 0 and tracked.returncode == 0:
+        found["commit"] = commit.stdout.strip() + (" and changes" if changes.stdout else "")
+    return found
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
