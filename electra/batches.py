@@ -54,14 +54,14 @@ class Block(NamedTuple):
 class Batches:
     """The training order of one process's share of the batches.
 
-    A packed corpus has one short sequence at the end of every piece of text, less than one in a
-    thousand. Where that is all, they sit out, `padded` is false, and attention needs no mask.
+    A packed corpus without short sequences still has one at the end of every piece of text, less
+    than one in a thousand. They sit out, `padded` is false, and attention needs no mask.
     """
 
     def __init__(self, examples: Examples, config: PretrainConfig, runtime: Runtime) -> None:
         self.examples, self.config, self.runtime = examples, config, runtime
         full = np.flatnonzero(examples.lengths == config.data.sequence_length)
-        self.padded = len(full) < 0.99 * len(examples)
+        self.padded = examples.short_percent > 0 or len(full) < 0.99 * len(examples)
         self._used = np.arange(len(examples)) if self.padded else full
         size = config.data.batch_size
         share = size // runtime.world

@@ -17,9 +17,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from . import __version__
-from .config import PretrainConfig, from_dict, read_settings_file, to_dict
+from .config import FinetuneConfig, PretrainConfig, from_dict, read_settings_file, to_dict
 from .errors import EXIT_OK, EXIT_STOPPED, EXIT_USER, ElectraError, Stopped
-from .recipes import RECIPES, Profile, recipe
+from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
 
@@ -76,6 +76,8 @@ class PrepareCommand:
     """Tokens of a sequence."""
     builder: Literal["packed", "segments"] = "packed"
     """packed: every token is used once. segments: the released code's two-segment examples."""
+    short_percent: float | None = None
+    """Share of the sequences that get a random shorter length; default: packed 10, segments 5."""
     held_out_percent: float = 1.0
     """Share of the documents that is set aside for evaluation."""
     workers: int | None = None
@@ -95,6 +97,7 @@ class PrepareCommand:
             self.out,
             sequence_length=self.length,
             builder=self.builder,
+            short_percent=self.short_percent,
             held_out_percent=self.held_out_percent,
             workers=self.workers,
             column=self.column,
@@ -306,6 +309,149 @@ class ExportCommand:
             print(f"checked: {check}")
 
 
+TuneSettings = Annotated[FinetuneConfig, tyro.conf.arg(name="")]
+# fmt: off
+TaskName = Literal[
+    "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "ax", "squad1", "squad2"
+]
+# fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneCommand:
+    """Fine-tune on a task of GLUE, SQuAD or your own data; the same command again continues."""
+
+    model: Path
+    """An export, a run of `electra pretrain` or `electra finetune`, or a transformers ELECTRA."""
+    data: Path
+    """The GLUE or SQuAD folder, or your csv, tsv, jsonl, parquet or CoNLL file or folder."""
+    out: Path
+    """The run directory."""
+    task: TaskName | None = None
+    """A known task; without one the data is your own."""
+    text: str | None = None
+    """Your column with the text, or two with a comma between them: title,body."""
+    label: str | None = None
+    """Your column with the label."""
+    kind: Literal["classification", "regression", "tagging"] | None = None
+    """What your labels are; default: found from the data."""
+    dev: Path | None = None
+    """Your evaluation data; default: a tenth of --data."""
+    test: Path | None = None
+    """Your data without labels, to be answered in RUN/test."""
+    profile: Literal["paper", "released"] = "paper"
+    """released: the defaults of Google's code (docs/deviations.md)."""
+    dry_run: bool = False
+    """Print the settings and stop."""
+    quiet: bool = False
+    """Say nothing while training."""
+    settings: TuneSettings = field(default_factory=FinetuneConfig)
+
+    def run(self) -> None:
+        if self.dry_run:
+            _print_settings(to_dict(self.settings))
+            return
+        from .glue import finetune_task
+        from .report import report
+
+        finetune_task(
+            self.model,
+            self.data,
+            self.out,
+            self.settings,
+            task=self.task,
+            texts=tuple(self.text.split(",")) if self.text else (),
+            label=self.label,
+            kind=self.kind,
+            dev=self.dev,
+            test=self.test,
+            quiet=self.quiet,
+            note=lambda text: print(text, file=sys.stderr),
+        )
+        print(report([self.out]))
+        print(f"model: {self.out}/model\nnext: electra predict --model {self.out} --input FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueCommand:
+    """Fine-tune and score every GLUE task that is present; the same command again continues."""
+
+    model: Path
+    """An export, a run of `electra pretrain`, or a transformers ELECTRA."""
+    data: Path
+    """Folder with CoLA, SST-2, MRPC, … as GLUE distributes them."""
+    out: Path
+    """Gets one run directory per task."""
+    tasks: tuple[str, ...] = ()
+    """Only these."""
+    from_mnli: bool = False
+    """Start RTE and STS-B from the MNLI model, as the paper does for the test set."""
+    wnli: Literal["majority", "train"] = "majority"
+    """WNLI is answered with its majority class, or trained like the others."""
+    profile: Literal["paper", "released"] = "paper"
+    """released: the defaults of Google's code (docs/deviations.md)."""
+    quiet: bool = False
+    """Say nothing while training."""
+    settings: TuneSettings = field(default_factory=FinetuneConfig)
+
+    def run(self) -> None:
+        from .glue import glue
+        from .report import report
+
+        glue(
+            self.model,
+            self.data,
+            self.out,
+            self.settings,
+            only=self.tasks,
+            from_mnli=self.from_mnli,
+            wnli=self.wnli,
+            quiet=self.quiet,
+            note=lambda text: print(text, file=sys.stderr),
+        )
+        print(report([self.out]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictCommand:
+    """Answer new rows with a fine-tuned model."""
+
+    model: Path
+    """A run of `electra finetune`, or an exported fine-tuned model."""
+    input: str
+    """A file (csv, tsv, jsonl, parquet, txt, CoNLL, SQuAD json), or a text itself."""
+    out: Path | None = None
+    """Where the answers go, as .jsonl, .csv or .tsv; default: the screen."""
+
+    def run(self) -> None:
+        from .files import write_atomic
+        from .glue import format_rows, predict_rows
+
+        rows = predict_rows(self.model, self.input)
+        data = format_rows(rows, self.out.suffix if self.out else ".jsonl")
+        if self.out is None:
+            print(data.decode(), end="")
+        else:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.out, data)
+            print(f"{len(rows):,} answers in {self.out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """Compare runs: a Markdown table, CSV and a picture."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    """Runs of pretrain, finetune or glue."""
+    out: Path | None = None
+    """Gets report.md, report.csv and report.png."""
+
+    def run(self) -> None:
+        from .report import report
+
+        print(report(self.runs, self.out))
+
+
 @dataclass(frozen=True, kw_only=True)
 class DetectCommand:
     """Colour each token of a text by the probability that it was replaced."""
@@ -362,6 +508,10 @@ Command = (
     | PlanCommand
     | PretrainCommand
     | ExportCommand
+    | FinetuneCommand
+    | GlueCommand
+    | PredictCommand
+    | ReportCommand
     | DetectCommand
     | DemoCommand
     | EnvCommand
@@ -374,6 +524,10 @@ COMMANDS: dict[str, type[Command]] = {
     "plan": PlanCommand,
     "pretrain": PretrainCommand,
     "export": ExportCommand,
+    "finetune": FinetuneCommand,
+    "glue": GlueCommand,
+    "predict": PredictCommand,
+    "report": ReportCommand,
     "detect": DetectCommand,
     "demo": DemoCommand,
     "env": EnvCommand,
@@ -422,6 +576,10 @@ def _parse(argv: list[str]) -> Command:
         )
     cls: Any = COMMANDS[name]
     prog = f"electra {name}"
+    if cls in (FinetuneCommand, GlueCommand):
+        needed: dict[str, Any] = dict.fromkeys(("model", "data", "out"), tyro.MISSING)
+        start = tuning_profile(_value_of("--profile", args) or "paper")
+        return tyro.cli(cls, args=args, default=cls(**needed, settings=start), prog=prog)
     if cls not in (PlanCommand, PretrainCommand):
         return tyro.cli(cls, args=args, prog=prog)
 
@@ -440,23 +598,24 @@ def _parse(argv: list[str]) -> Command:
 def _starting_point(name: str, args: list[str]) -> PretrainConfig:
     """Settings before the flags: recipe, then profile, then --config file, then --init sizes."""
 
-    def value_of(flag: str) -> str | None:
-        for i, arg in enumerate(args):
-            if arg == flag and i + 1 < len(args):
-                return args[i + 1]
-            if arg.startswith(flag + "="):
-                return arg.partition("=")[2]
-        return None
-
-    profile: Any = value_of("--profile") or "best"
+    profile: Any = _value_of("--profile", args) or "best"
     config = recipe(name, profile)
-    if (init := value_of("--init")) is not None:
+    if (init := _value_of("--init", args)) is not None:
         from .hf import config_of, load_pretrained
 
         config = config_of(load_pretrained(Path(init)), config)
-    if (path := value_of("--config")) is not None:
+    if (path := _value_of("--config", args)) is not None:
         config = from_dict(PretrainConfig, read_settings_file(Path(path)), where=path, base=config)
     return config
+
+
+def _value_of(flag: str, args: list[str]) -> str | None:
+    for i, arg in enumerate(args):
+        if arg == flag and i + 1 < len(args):
+            return args[i + 1]
+        if arg.startswith(flag + "="):
+            return arg.partition("=")[2]
+    return None
 
 
 def _prepare(inputs: Sequence[str], tokenizer: Any, out: Path, **settings: Any) -> None:

@@ -385,6 +385,112 @@ def _fraction_of(size: int, fraction: float, name: str) -> int:
     return result
 
 
+# ------------------------------------------------------------------ fine-tuning
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """Fine-tuning (paper, table 7). What is not set follows from the model's size or the task."""
+
+    learning_rate: float | None = None
+    """Peak learning rate; default by size: 3e-4 small, 1e-4 base, 5e-5 large."""
+    layer_decay: float | None = None
+    """The rate of a layer is that of the layer above times this; default 0.8, large 0.9; 1 is
+    off."""
+    layer_levels: Literal["one_each", "released"] = "one_each"
+    """one_each: head 0, top layer 1, and so on down. released: a level is missing between head and
+    top layer, so every layer gets one decay more."""
+    epochs: float | None = None
+    """Passes over the training set; default by task: 10 for RTE and STS-B, 2 for SQuAD, else 3."""
+    batch_size: int = 32
+    """Examples of a step."""
+    warmup_percent: float = 10.0
+    """Share of the steps over which the rate rises."""
+    schedule: Literal["then", "times"] = "then"
+    """then: warm-up, then linear decay. times: the decay runs from step 0 (released code)."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay; 0.01 in the released code."""
+    max_grad_norm: float = 1.0
+    """Clip of the global gradient norm."""
+    bias_correction: bool = True
+    """Correct Adam's moments for their zero start; the released code does not."""
+    loss: Literal["mean", "sum"] = "mean"
+    """Of the examples of a batch; the released code sums, so that its clip is nearly always on."""
+    dropout: float = 0.1
+    """Dropout of hidden states and of the head's input."""
+    attention_dropout: float = 0.1
+    """Dropout of attention probabilities."""
+    head: Literal["paper", "hf"] = "paper"
+    """paper: a linear layer on [CLS], joint start and end for questions. hf: what transformers'
+    classes have."""
+    length: int | None = None
+    """Tokens of an example at most; default by task: 128, tagging 256, SQuAD 512."""
+    padding: Literal["bucketed", "dynamic", "full"] = "bucketed"
+    """bucketed: examples of similar length share a batch. dynamic: random batches, padded to their
+    longest. full: random batches of full length."""
+    both_orders: bool | None = None
+    """Train on (a, b) and (b, a); default by task: MRPC and STS-B."""
+    max_train: int | None = None
+    """Use only the first examples of the training set."""
+    seed: int = 0
+    """First seed: of the head's start, the order and dropout."""
+    seeds: int = 1
+    """Number of runs, with this seed and the ones that follow."""
+    at_once: int | None = None
+    """Seeds that a GPU trains at the same time; default 5. They do not depend on each other."""
+    keep: Literal["best", "all"] = "best"
+    """Whose weights are kept."""
+    save_every: int | None = None
+    """Steps between two checkpoints of a run under way; default: one a minute."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes the GPU when there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 on a GPU, fp32 on a CPU."""
+    compile: Literal["auto", "yes", "no"] = "auto"
+    """Compile the encoder's block: half a minute that pays on a GPU for more than 15,000 steps."""
+    deterministic: bool = False
+    """Bit-equal repeats on a GPU as well; slower."""
+    threads: int | None = None
+    """CPU threads; default: measured at the start, one or all."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            *("batch_size", "seeds", "at_once", "length", "max_train", "save_every", "threads"),
+        ):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}.", name, "use at least 1")
+        for name in ("learning_rate", "layer_decay", "epochs", "max_grad_norm"):
+            value = getattr(self, name)
+            _require(
+                value is None or 0 < value < math.inf,
+                f"{name} is {value}.",
+                name,
+                "use a positive number",
+            )
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"{name} is {value}.", name, "use 0 or a part of 1")
+        _require(
+            0 <= self.warmup_percent <= 100 and 0 <= self.weight_decay < math.inf,
+            f"warmup_percent is {self.warmup_percent}, weight_decay {self.weight_decay}.",
+            "warmup_percent, weight_decay",
+            "use a percentage from 0 to 100, and 0 or a small positive number",
+        )
+        _require(0 <= self.seed < 2**32, f"seed is {self.seed}.", "seed", "use 0 to 4294967295")
+
+    @property
+    def optim(self) -> OptimConfig:
+        """The optimizer's own settings."""
+        return OptimConfig(
+            learning_rate=self.learning_rate or 3e-4,
+            warmup_percent=self.warmup_percent,
+            schedule=self.schedule,
+            bias_correction=self.bias_correction,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+
 # ------------------------------------------------------------------ files and dictionaries
 
 T = TypeVar("T")

@@ -27,6 +27,7 @@ from .errors import CorruptError, ElectraError, Stopped
 from .files import AtomicFile, exclusive, json_bytes, write_atomic, xxh3_file
 from .pieces import (
     PARTS,
+    SHORT_PERCENT,
     Builder,
     BuiltPiece,
     Counts,
@@ -52,6 +53,7 @@ def prepare(
     *,
     sequence_length: int = 128,
     builder: Builder = "packed",
+    short_percent: float | None = None,
     held_out_percent: float = 1.0,
     seed: int = 0,
     workers: int | None = None,
@@ -62,13 +64,17 @@ def prepare(
 ) -> Manifest:
     """Prepares a corpus in `out`, or goes on where an earlier call with the same arguments ended.
 
-    `workers` processes encode (all cores by default; 1 works in this process); `shard_bytes` is the
-    text, in characters, behind one shard. Raises `Stopped` soon after `should_stop` says so; full
-    shards are kept.
+    `short_percent` of the sequences get a random shorter length, by default as many as
+    SHORT_PERCENT says of the builder. `workers` processes encode (all cores by default; 1 works in
+    this process); `shard_bytes` is the text, in characters, behind one shard. Raises `Stopped` soon
+    after `should_stop` says so; full shards are kept.
     """
+    if short_percent is None:
+        short_percent = SHORT_PERCENT.get(builder, 0.0)
     settings = {
         "sequence_length": sequence_length,
         "builder": builder,
+        "short_percent": float(short_percent),
         "held_out_percent": float(held_out_percent),
         "seed": seed,
         "column": column,
@@ -95,7 +101,7 @@ def prepare(
             for part in PARTS
         }
         to_do = (piece for piece in pieces if piece.number >= writers[piece.part].next_piece)
-        make_builder = (tokenizer.to_json(), builder, sequence_length, seed)
+        make_builder = (tokenizer.to_json(), builder, sequence_length, seed, short_percent)
         try:
             for part, built in _build_in_order(to_do, make_builder, workers, should_stop):
                 writers[part].write(built)
@@ -134,6 +140,7 @@ def _check_settings(settings: dict[str, Any], workers: int | None) -> None:
     rules = (
         ("sequence_length", 5 <= settings["sequence_length"] < 1 << 16, "5 to 65,535"),
         ("builder", settings["builder"] in get_args(Builder), " or ".join(get_args(Builder))),
+        ("short_percent", 0 <= settings["short_percent"] <= 100, "0 to 100"),
         ("held_out_percent", 0 <= settings["held_out_percent"] <= 50, "0 to 50"),
         ("shard_bytes", settings["shard_bytes"] >= 1, "a positive number"),
     )
@@ -295,7 +302,7 @@ class _PartWriter:
 
 def _build_in_order(
     pieces: Iterator[Piece],
-    make_builder: tuple[str, Builder, int, int],
+    make_builder: tuple[str, Builder, int, int, float],
     workers: int | None,
     should_stop: Callable[[], bool],
 ) -> Iterator[tuple[Part, BuiltPiece]]:

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import EncoderConfig
-from .randomness import StepRng
+from .randomness import SeededDropout, StepRng
+
+Rng = StepRng | SeededDropout
 
 
 class Encoder(nn.Module):
@@ -44,9 +46,7 @@ class Encoder(nn.Module):
         assert isinstance(first, Block)
         return first.up.weight.dtype
 
-    def forward(
-        self, x: Tensor, segment: Tensor, mask: Tensor | None, rng: StepRng | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, segment: Tensor, mask: Tensor | None, rng: Rng | None) -> Tensor:
         """Hidden states (B, T, D).
 
         x, segment: (B, T). mask: (B, T) bool, true on tokens, or None when nothing is padded.
@@ -76,7 +76,10 @@ class Embeddings(nn.Module):
 
     def forward(self, x: Tensor, segment: Tensor) -> Tensor:
         position = self.position.weight[: x.shape[1]]  # (T, E)
-        return self.norm(self.word(x) + position + self.segment(segment))  # (B, T, E)
+        # Chosen, not looked up: the gradient of a lookup with two rows would be a queue.
+        first, second = self.segment.weight
+        kind = torch.where(segment[..., None] == 0, first, second)  # (B, T, E)
+        return self.norm(self.word(x) + position + kind)  # (B, T, E)
 
 
 class Block(nn.Module):
@@ -93,27 +96,30 @@ class Block(nn.Module):
         self.down = nn.Linear(F_, D)
         self.ffn_norm = LayerNorm(D, config.layer_norm_eps)
 
-    def forward(self, h: Tensor, bias: Tensor | None, rng: StepRng | None) -> Tensor:
+    def forward(self, h: Tensor, bias: Tensor | None, rng: Rng | None) -> Tensor:
         p = self.config.dropout
         a = self.out(self.attend(h, bias, rng))  # (B, T, D)
         h = self.attention_norm(h + dropout(a, p, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside
         return self.ffn_norm(h + dropout(f, p, rng, self.site + 1))
 
-    def attend(self, h: Tensor, bias: Tensor | None, rng: StepRng | None) -> Tensor:
+    def attend(self, h: Tensor, bias: Tensor | None, rng: Rng | None) -> Tensor:
         """softmax(q kᵀ / √K) v over all heads, (B, T, D)."""
         B, T, D = h.shape
         H, K = self.config.attention_heads, self.config.head_size
         q, k, v = self.qkv(h).view(B, T, 3, H, K).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, K)
-        if rng is None or self.config.attention_dropout == 0:
+        p = self.config.attention_dropout
+        if rng is None or p == 0:
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        elif isinstance(rng, SeededDropout):
+            a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
         else:
             # Written out, because the fused kernels draw their dropout from a state of their own.
             score = (q @ k.transpose(-1, -2)).float() / math.sqrt(K)  # (B, H, T, T)
             if bias is not None:
                 score = score.masked_fill(~bias, -math.inf)
             probability = score.softmax(-1)
-            probability = rng.dropout(probability, self.config.attention_dropout, self.site + 2)
+            probability = rng.dropout(probability, p, self.site + 2)
             a = probability.to(v.dtype) @ v  # (B, H, T, K)
         return a.transpose(1, 2).reshape(B, T, D)
 
@@ -173,7 +179,7 @@ def wide(h: Tensor) -> Tensor:
     return h.float() if h.dtype == torch.bfloat16 else h
 
 
-def dropout(h: Tensor, p: float, rng: StepRng | None, site: int) -> Tensor:
+def dropout(h: Tensor, p: float, rng: Rng | None, site: int) -> Tensor:
     """Dropout in training (rng given), the identity in evaluation."""
     return h if rng is None or p == 0 else rng.dropout(h, p, site)
 

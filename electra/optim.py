@@ -8,8 +8,9 @@ CUDA graph. In a bf16 run the linear layers compute with bfloat16 copies refresh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,9 @@ class Adam:
         config: OptimConfig,
         *,
         working_dtype: torch.dtype = torch.float32,
+        multipliers: Mapping[str, float] | None = None,
     ) -> None:
+        """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1."""
         self.config = config
         named = dict(module.named_parameters())
         device = next(iter(named.values())).device
@@ -68,9 +71,10 @@ class Adam:
                     self.slots.append(_Slot(name, start, parameter.shape))
                     start += -(-parameter.numel() // _ALIGN) * _ALIGN
             bounds.append(start)
-        self._decay_end, self._working = bounds[2], slice(bounds[1], bounds[3])
+        self._working = slice(bounds[1], bounds[3])
         self.master = torch.zeros(start, device=device)
         self.grad, self.m, self.v = (torch.zeros_like(self.master) for _ in range(3))
+        self._buffers = (self.master, self.grad, self.m, self.v)
         self._shadow = self.master[self._working].to(working_dtype)
         for slot in self.slots:
             parameter = named[slot.name]
@@ -81,7 +85,20 @@ class Adam:
             else:
                 parameter.data = slot.of(self.master)
         self.parameters = [named[slot.name] for slot in self.slots]
-        self._grads = [slot.of(self.grad) for slot in self.slots]
+        # Gradients of working copies are gathered in their own type, then widened all at once:
+        # a list of mixed types would be copied tensor by tensor.
+        self._half_grad = torch.zeros_like(self._shadow)
+        self._grads = [
+            slot._replace(start=slot.start - bounds[1]).of(self._half_grad)
+            if id(named[slot.name]) in working
+            else slot.of(self.grad)
+            for slot in self.slots
+        ]
+        self._is_half = [id(named[slot.name]) in working for slot in self.slots]
+        self._groups, factors = self._by_rate(multipliers or {})
+        self._factors = torch.tensor(factors, device=device)
+        many = device.type == "cuda" and len(factors) > 2
+        self._streams = [torch.cuda.Stream(device) for _ in factors] if many else []
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
         self.worst_in_a_row = torch.zeros_like(self.bad_steps)  # since it was last looked at
@@ -89,13 +106,39 @@ class Adam:
         self.live = torch.ones((), dtype=torch.bool, device=device)
         self._refresh()
 
+    def _by_rate(
+        self, multipliers: Mapping[str, float]
+    ) -> tuple[list[tuple[float, list[slice]]], list[float]]:
+        """(weight decay, stretches of the buffers) of each group of equal rate, and the rates."""
+        groups: dict[tuple[float, float], list[slice]] = {}
+        ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
+        for slot, end in zip(self.slots, ends, strict=True):
+            decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
+            parts = groups.setdefault((decay, multipliers.get(slot.name, 1.0)), [])
+            if parts and parts[-1].stop == slot.start:
+                parts[-1] = slice(parts[-1].start, end)
+            else:
+                parts.append(slice(slot.start, end))
+        return [(decay, parts) for (decay, _), parts in groups.items()], [f for _, f in groups]
+
     def accumulate(self, grads: Sequence[Tensor], *, first: bool) -> None:
         """Add the gradients of one micro-batch; the first one overwrites what was there."""
+        own: list[tuple[list[Tensor], list[Tensor]]] = [([], []), ([], [])]  # by type
+        for mine, grad, half in zip(self._grads, grads, self._is_half, strict=True):
+            own[half][0].append(mine)
+            own[half][1].append(grad)
+        (wide, wide_grads), (half, half_grads) = own
         if first:
-            torch._foreach_copy_(self._grads, list(grads))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
         else:
-            wide = [g.float() for g in grads]
-            torch._foreach_add_(self._grads, wide)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
+        if not half:
+            return
+        torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
+        if first:
+            self.grad[self._working].copy_(self._half_grad)
+        else:
+            self.grad[self._working].add_(self._half_grad)
 
     def step(self, lr: Tensor, step: Tensor) -> Tensor:
         """Clip by the global norm and update; returns the norm before clipping, on the device.
@@ -110,32 +153,41 @@ class Adam:
         divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
         # Far along, both corrections are exactly 1: that is Adam without them.
         t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
-        for part, decay in (
-            (slice(0, self._decay_end), c.weight_decay),
-            (slice(self._decay_end, None), 0.0),
-        ):
-            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                [self.master[part]],
-                [self.grad[part]],
-                [self.m[part]],
-                [self.v[part]],
-                [],
-                [t],
-                lr=lr,
-                beta1=c.beta1,
-                beta2=c.beta2,
-                weight_decay=decay,
-                eps=c.epsilon,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=skip,
-            )
+        rates = lr * self._factors
+        for i, (decay, parts) in enumerate(self._groups):
+            p, g, m, v = ([flat[part] for part in parts] for flat in self._buffers)
+            with self._beside(i):
+                torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+                    p,
+                    g,
+                    m,
+                    v,
+                    [],
+                    [t] * len(parts),
+                    lr=rates[i],
+                    beta1=c.beta1,
+                    beta2=c.beta2,
+                    weight_decay=decay,
+                    eps=c.epsilon,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=divisor,
+                    found_inf=skip,
+                )
+        for stream in self._streams:
+            torch.cuda.current_stream().wait_stream(stream)
         self.bad_steps += ~finite & self.live
         self.bad_in_a_row.copy_(torch.where(finite, 0, self.bad_in_a_row + self.live))
         torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
         self._refresh()
         return norm
+
+    def _beside(self, group: int) -> contextlib.AbstractContextManager[Any]:
+        """Groups of a layer each are too small to fill a GPU, so they are updated side by side."""
+        if not self._streams:
+            return contextlib.nullcontext()
+        self._streams[group].wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._streams[group])
 
     def _refresh(self) -> None:
         if self._shadow.dtype != torch.float32:

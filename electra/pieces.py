@@ -5,7 +5,8 @@ documents are divided into a training and a held-out part, each part is cut into
 million characters, and what a piece becomes depends only on the piece, the tokenizer and (seed,
 part, piece number): pieces can be built anywhere in any order with the same result. Two builders
 decide where an example begins and where A ends: `segments` is the released code's, `packed` wastes
-no token.
+no token. Both make some examples short: a network that had read only full ones was lost in short
+texts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .tokenizer import LineEncoder, Tokenizer, take_runs
 Builder = Literal["segments", "packed"]
 Part = Literal["train", "held-out"]
 PARTS: tuple[Part, ...] = get_args(Part)
+SHORT_PERCENT: dict[Builder, float] = {"segments": 5.0, "packed": 10.0}  # 5: the released code's
+SHORTEST = 5  # tokens of a short example, with [CLS] and [SEP]
 Span = tuple[int, int]
 Segments = tuple[list[Span], list[Span]]
 
@@ -72,11 +75,18 @@ class BuiltPiece:
 class PieceBuilder:
     """The pure function from piece to examples; its only state is the encoder's cache."""
 
-    def __init__(self, tokenizer_json: str, builder: Builder, max_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        builder: Builder,
+        max_length: int,
+        seed: int,
+        short_percent: float,
+    ) -> None:
         self.tokenizer = Tokenizer.from_json(tokenizer_json)
         self.encoder = LineEncoder(self.tokenizer)
         self.build = {"segments": segments, "packed": packed}[builder]
-        self.max_length, self.seed = max_length, seed
+        self.max_length, self.seed, self.short_percent = max_length, seed, short_percent
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __call__(self, piece: Piece) -> BuiltPiece:
@@ -91,7 +101,9 @@ class PieceBuilder:
         source = np.append(ids, np.array([self.tokenizer.cls_id, self.tokenizer.sep_id], np.uint32))
         cls, sep = (len(ids), len(ids) + 1), (len(ids) + 1, len(ids) + 2)
         spans, borders = list[Span](), [0]  # borders: where in `spans` each segment ends
-        for first, second in self.build(lengths.tolist(), document_ends, self.max_length, rng):
+        for first, second in self.build(
+            lengths.tolist(), document_ends, self.max_length, rng, self.short_percent
+        ):
             spans += [cls, *first, sep]
             borders.append(len(spans))
             if second:
@@ -175,9 +187,13 @@ def divide(
 
 
 def segments(
-    lengths: Sequence[int], document_ends: Sequence[int], max_length: int, rng: random.Random
+    lengths: Sequence[int],
+    document_ends: Sequence[int],
+    max_length: int,
+    rng: random.Random,
+    short_percent: float = SHORT_PERCENT["segments"],
 ) -> Iterator[Segments]:
-    """Spans of A and B of each example, exactly as the released code builds them.
+    """Spans of A and B of each example; with the default, exactly as the released code builds them.
 
     `lengths` counts the tokens of each line, `document_ends` the lines up to the end of each
     document; spans are (start, stop) in the stream of tokens. Lines are collected until they reach
@@ -196,7 +212,7 @@ def segments(
             if size and (size >= target or line == end):
                 yield _share_out(pending, target, max_length, rng)
                 # A few examples are short, so that fine-tuning on short texts is nothing new.
-                target = rng.randint(5, max_length) if rng.random() < 0.05 else max_length
+                target = _target(max_length, rng, short_percent)
                 pending, size = [], 0
 
 
@@ -230,26 +246,38 @@ def _trim(spans: list[Span], limit: int) -> list[Span]:
     return kept
 
 
-def packed(
-    lengths: Sequence[int], document_ends: Sequence[int], max_length: int, rng: random.Random
-) -> Iterator[Segments]:
-    """Spans of A and B of examples that hold every token once, in order; only the last is short.
+def _target(max_length: int, rng: random.Random, short_percent: float) -> int:
+    short = rng.random() < short_percent / 100
+    return rng.randint(SHORTEST, max_length) if short else max_length
 
-    Arguments as for `segments`. A ends where a document ends, if one does inside the window (the
-    one nearest to its middle); else at the line end nearest to a point drawn uniformly; else at
-    that point. One window in ten without a document end is a single segment.
+
+def packed(
+    lengths: Sequence[int],
+    document_ends: Sequence[int],
+    max_length: int,
+    rng: random.Random,
+    short_percent: float = SHORT_PERCENT["packed"],
+) -> Iterator[Segments]:
+    """Spans of A and B of examples that hold every token once, in order.
+
+    Arguments as for `segments`. Examples are full, but for the last one and `short_percent` of the
+    others, whose length is drawn uniformly. A ends where a document ends, if one does inside the
+    window (the one nearest to its middle); else at the line end nearest to a point drawn uniformly;
+    else at that point. One window in ten without a document end is a single segment.
     """
     line_ends = list(itertools.accumulate(lengths))
     document_stops = [line_ends[end - 1] for end in document_ends]
     total = line_ends[-1] if line_ends else 0
     start = 0
     while start < total:
-        stop = min(start + max_length - 2, total)
+        # Without short examples nothing is drawn for them: the rows are then what they always were.
+        target = _target(max_length, rng, short_percent) if short_percent else max_length
+        stop = min(start + target - 2, total)
         if rng.random() < 0.1 and _nearest(document_stops, start, stop, start) is None:
             yield [(start, stop)], []
             start = stop
             continue
-        stop = min(start + max_length - 3, total)
+        stop = min(start + target - 3, total)
         split = _nearest(document_stops, start, stop, (start + stop) // 2)
         if split is None and stop - start > 1:
             point = rng.randrange(start + 1, stop)

@@ -8,11 +8,14 @@ al. 2011) written in int64 tensor operations, whose low 64 bits wrap exactly lik
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections.abc import Generator
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
@@ -62,6 +65,43 @@ class StepRng(NamedTuple):
         word = _hash32(element.view(1, *x.shape[1:]) ^ key)
         kept = ((word >> 8) & 0xFFFFFF) >= int(p * 2**24)
         return torch.where(kept, x / (1.0 - p), 0.0).to(x.dtype)
+
+
+class SeededDropout:
+    """Dropout by torch's own kernels: one kernel a place, for steps that are not compiled.
+
+    Whoever trains calls `seed` before every step, so that the draws are a function of (seed, step)
+    here too, though not the same ones on a CPU and on a GPU. A recorded CUDA graph reads the seed
+    at each replay; several of these, each with a state of its own, can be at work at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._default = torch.default_generator
+        if device.type == "cuda":
+            self._default = torch.cuda.default_generators[device.index or 0]
+        self._own = self._default.clone_state() if device.type == "cuda" else self._default
+
+    def seed(self, seed: int, step: int) -> None:
+        """Make the draws that follow those of this step."""
+        word = _mix64(np.array([(seed * 0x9E3779B97F4A7C15 + step) % 2**64], dtype=np.uint64))
+        self._own.manual_seed(int(word[0]) & 0x7FFFFFFFFFFFFFFF)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[None]:
+        """Whatever draws inside the block, or is recorded there, draws from here."""
+        if self._own is self._default:
+            yield
+            return
+        before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._own)
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(before)
+
+    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
+        del site  # the order of the calls tells the places apart
+        return F.dropout(x, p)
 
 
 def philox(

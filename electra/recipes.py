@@ -16,6 +16,7 @@ from typing import Literal
 from .config import (
     DataConfig,
     EncoderConfig,
+    FinetuneConfig,
     GeneratorConfig,
     ObjectiveConfig,
     OptimConfig,
@@ -186,3 +187,21 @@ def recipe(name: str, profile: Profile = "best") -> PretrainConfig:
             fix=f"{hint}known recipes: {', '.join(RECIPES)}",
         )
     return with_profile(RECIPES[name](), profile)
+
+
+def tuning_profile(name: str) -> FinetuneConfig:
+    """Fine-tuning as the paper says it (table 7), or with the defaults of the released code."""
+    if name == "paper":
+        return FinetuneConfig()
+    if name != "released":
+        raise ElectraError(
+            f"There is no profile {name!r}.", where="--profile", fix="use paper or released"
+        )
+    return FinetuneConfig(
+        learning_rate=1e-4,
+        layer_levels="released",
+        schedule="times",
+        weight_decay=0.01,
+        bias_correction=False,
+        loss="sum",
+    )

@@ -100,6 +100,7 @@ class Examples:
         self.tokens_dtype = token_dtype(manifest.vocab_size)
         self.sequence_length: int = manifest.settings["sequence_length"]
         self.pad_id = manifest.special_ids["pad"]
+        self.short_percent: float = manifest.settings.get("short_percent", 0.0)
         tables = [_map(path / shard.examples.name, np.dtype("<u2")) for shard in shards]
         table = np.concatenate([*tables, np.empty(0, "<u2")]).reshape(-1, 2)
         self.lengths: NDArray[np.uint16] = np.ascontiguousarray(table[:, 0])

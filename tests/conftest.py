@@ -93,6 +93,7 @@ def corpus(text: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFa
         tokenizer,
         out,
         sequence_length=SEQUENCE_LENGTH,
+        short_percent=0,
         held_out_percent=10.0,
         workers=1,
     )

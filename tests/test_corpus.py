@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -16,19 +17,35 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import electra.corpus
+from electra.batches import Batches
+from electra.cli import run
+from electra.config import PretrainConfig
 from electra.corpus import Corpus, prepare
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.files import exclusive, json_bytes, xxh3_file
+from electra.objectives import SpecialIds, build_objective
 from electra.pieces import Segments, packed, segments
+from electra.randomness import StepRng
+from electra.runtime import Runtime
 from electra.shards import Examples, Manifest
 from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 ORACLE = Path(__file__).parent / "oracle"
 ROOT = Path(electra.corpus.__file__).parents[1]
+RUNTIME = Runtime(
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    compiled=False,
+    cuda_graph=False,
+    threads=1,
+    rank=0,
+    world=1,
+)
 
 
 # ---------------------------------------------------------------- the released builder
@@ -61,13 +78,13 @@ def test_segments_are_those_of_the_released_code(key: str) -> None:
 
 
 def examples_of(
-    build, documents: list[list[list[int]]], max_length: int, rng: random.Random
+    build, documents: list[list[list[int]]], max_length: int, rng: random.Random, *short: float
 ) -> list[tuple[list[int], list[int]]]:
     """A and B of each example as token ids, put together from the builder's spans."""
     lines = [line for document in documents for line in document]
     stream = [token for line in lines for token in line]
     ends = list(itertools.accumulate(map(len, documents)))
-    pairs: list[Segments] = list(build(list(map(len, lines)), ends, max_length, rng))
+    pairs: list[Segments] = list(build(list(map(len, lines)), ends, max_length, rng, *short))
     return [
         tuple([t for start, stop in spans for t in stream[start:stop]] for spans in pair)
         for pair in pairs
@@ -151,21 +168,22 @@ def test_segments_never_mix_documents_and_always_fit(
 
 
 @settings(max_examples=300, deadline=None)
-@given(shapes, st.integers(5, 40), st.integers(0, 100))
+@given(shapes, st.integers(5, 40), st.integers(0, 100), st.sampled_from([0, 10, 100]))
 def test_packed_keeps_every_token_once_and_in_order(
-    shape: list[list[int]], max_length: int, seed: int
+    shape: list[list[int]], max_length: int, seed: int, short: float
 ) -> None:
     documents = number_tokens(shape)
     total = sum(map(sum, shape))
     line_ends = set(itertools.accumulate(itertools.chain.from_iterable(shape)))
     document_ends = set(itertools.accumulate(map(sum, shape)))
-    examples = examples_of(packed, documents, max_length, random.Random(seed))
+    examples = examples_of(packed, documents, max_length, random.Random(seed), short)
     assert [token for pair in examples for part in pair for token in part] == list(range(total))
     for number, (first, second) in enumerate(examples):
         size = len(first) + len(second) + (3 if second else 2)
         is_last = number == len(examples) - 1
         assert size <= max_length
-        assert is_last or size == max_length or (not second and size == max_length - 1)
+        shortest = 5 if short else max_length
+        assert is_last or size >= shortest or (not second and size == shortest - 1)
         start, stop = first[0], (second or first)[-1] + 1
         inside = {end for end in document_ends if start < end < stop}
         if not second:
@@ -180,13 +198,44 @@ def test_packed_keeps_every_token_once_and_in_order(
 
 def test_packed_rates() -> None:
     """One example in ten has one segment; the cut is uniform where there is no line end."""
-    examples = list(packed([200_000], [1], 128, random.Random(0)))
+    examples = list(packed([200_000], [1], 128, random.Random(0), 0))
     single = [not second for _, second in examples]
     assert 0.07 < np.mean(single) < 0.13
     splits = [first[0][1] - first[0][0] for first, second in examples if second]
     assert abs(np.mean(splits) - 62.5) < 4
     assert min(splits) < 8
     assert max(splits) > 117
+
+
+def sizes(examples: list[Segments]) -> np.ndarray:
+    """Lengths with [CLS] and [SEP]."""
+    return np.array(
+        [first[0][1] - first[0][0] + (second[0][1] - second[0][0] + 3 if second else 2)
+         for first, second in examples]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("short", [10, 40])
+def test_the_lengths_of_short_rows_are_uniform_and_as_many_as_asked(short: float) -> None:
+    length = sizes(list(packed([1_000_000], [1], 128, random.Random(0), short)))[:-1]
+    some = length[length < 128]
+    expected = short * 123 / 124  # a length drawn from 5 to 128 can be the full one
+    assert abs(100 * len(some) / len(length) - expected) < 1.5
+    assert set(some) >= set(range(6, 128))
+    assert abs(np.mean(some) - 66) < 4
+    assert abs(np.std(some) - 122 / 12**0.5) < 2
+    first, second = np.array_split(length < 128, 2)  # everywhere in the text, not at its end
+    assert abs(first.mean() - second.mean()) < 0.03
+
+
+def test_without_short_rows_the_rows_are_those_from_before_there_were_any() -> None:
+    """Digest of what the builder gave before it knew short rows."""
+    draw = random.Random(1)
+    lengths = [draw.randint(0, 60) for _ in range(1000)]
+    ends = [*range(7, 1000, 7), 1000]
+    rows = list(packed(lengths, ends, 64, random.Random(3), 0))
+    assert hashlib.sha256(repr(rows).encode()).hexdigest()[:16] == "9cd5865b1b4b8bc8"
+    assert rows != list(packed(lengths, ends, 64, random.Random(3)))
 
 
 # ---------------------------------------------------------------- prepare
@@ -311,6 +360,7 @@ def test_every_piece_has_its_own_random_choices(tmp_path: Path, tokenizer: Token
         tmp_path / "c",
         workers=1,
         held_out_percent=0,
+        short_percent=0,
         shard_bytes=size,
     )
     train = Corpus.open(tmp_path / "c").train
@@ -331,6 +381,8 @@ def test_any_number_of_workers_and_any_order_give_the_same_bytes(
         results.append(content(out))
     assert results[0] == results[1] == results[2]
     assert len(results[0]) > 10
+    lengths = Corpus.open(tmp_path / "workers-2").train.lengths
+    assert 0.05 < np.mean(lengths < 32) < 0.2  # short rows, and the last one of each piece
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -343,7 +395,11 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path, tokenizer: Tokenizer)
     assert fingerprint("2", b) == same
     changes = [fingerprint("3", a, seed=1), fingerprint("4", a, sequence_length=64)]
     changes += [fingerprint("5", other), fingerprint("6", a, builder="segments")]
-    assert len({same, *changes}) == 5
+    changes += [fingerprint("7", a, short_percent=0), fingerprint("8", a, short_percent=20)]
+    assert len({same, *changes}) == 7
+    assert fingerprint("9", a, short_percent=10) == same
+    released = fingerprint("10", a, builder="segments", short_percent=5)
+    assert released == changes[3] != fingerprint("11", a, builder="segments", short_percent=40)
 
 
 def test_a_vocabulary_over_65536_is_stored_in_four_bytes(tmp_path: Path) -> None:
@@ -356,6 +412,51 @@ def test_a_vocabulary_over_65536_is_stored_in_four_bytes(tmp_path: Path) -> None
     assert corpus.train.tokens_dtype == np.uint32
     assert decode(tokenizer, corpus.train) == [5, 6, 8]
     assert corpus.held_out.gather(np.array([0]))[0][0, :7].tolist().count(70_004) == 1
+
+
+# ---------------------------------------------------------------- short rows in training
+
+
+@pytest.mark.parametrize("short", [0, 0.5, 30])
+def test_short_rows_are_counted_as_padding_and_trained_on(
+    tmp_path: Path, micro: PretrainConfig, short: float
+) -> None:
+    text = make_text(tmp_path / "text", documents=200)
+    command = f"prepare --input {text} --tokenizer {ORACLE / 'builder_vocab.txt'} --workers 1"
+    flags = f"--out {tmp_path / 'c'} --length 23 --short-percent {short}"
+    assert run([*command.split(), *flags.split()]) == 0
+    corpus = Corpus.open(tmp_path / "c")
+    train, padding = corpus.train, corpus.manifest.padding_share("train")
+    assert corpus.manifest.settings["short_percent"] == short
+    assert f"{padding:.1%} padding" in corpus.manifest.summary()
+    assert padding == pytest.approx(short / 100 * (23 - 14) / 23, abs=0.02)
+    batches = Batches(train, micro, RUNTIME)
+    assert batches.padded == (short > 0)
+    seen = batches.block(0, len(train) // 8).length.flatten().numpy()
+    # All rows but those that fill no batch; without short rows the last of each piece sits out.
+    assert abs((seen < 23).sum() - (train.lengths < 23).sum() * (short > 0)) < 8
+
+
+def test_nothing_behind_the_end_of_a_short_row_matters(
+    tmp_path: Path, tokenizer: Tokenizer, micro: PretrainConfig
+) -> None:
+    text = make_text(tmp_path / "text")
+    prepare([text], tokenizer, tmp_path / "c", workers=1, sequence_length=23, short_percent=50)
+    corpus = Corpus.open(tmp_path / "c")
+    batches = Batches(corpus.train, micro, RUNTIME)
+    block = batches.block(0, 1)
+    assert (block.length < 23).any()
+    special = SpecialIds(**corpus.special_ids)
+    objective = build_objective(micro, corpus.vocab_size, special, padded=batches.padded)
+    behind = torch.arange(23) >= block.length[..., None]
+    other = block._replace(x=block.x.masked_fill(behind, 7))
+    zero = torch.tensor(0)
+    results = [
+        objective(some.batch(zero, slice(None), micro), StepRng(0, zero, torch.arange(8)))
+        for some in (block, other)
+    ]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 # ---------------------------------------------------------------- what is held out
@@ -508,6 +609,8 @@ def test_changed_settings_or_inputs_are_refused(tmp_path: Path, tokenizer: Token
     for directory in (out, unfinished):
         with pytest.raises(ElectraError, match="sequence_length was 128 and is now 64"):
             prepare([text], tokenizer, directory, sequence_length=64)
+        with pytest.raises(ElectraError, match=r"short_percent was 10\.0 and is now 20\.0"):
+            prepare([text], tokenizer, directory, short_percent=20)
         with pytest.raises(ElectraError, match="tokenizer is another"):
             prepare([text], cased, directory)
         with pytest.raises(ElectraError, match="input files are others") as caught:
@@ -536,6 +639,9 @@ def test_directories_that_are_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> 
         {"sequence_length": 4},
         {"sequence_length": 65_536},
         {"builder": "other"},
+        {"short_percent": -1},
+        {"short_percent": 101},
+        {"short_percent": float("nan")},
         {"held_out_percent": -1},
         {"held_out_percent": 51},
         {"shard_bytes": 0},

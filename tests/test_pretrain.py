@@ -782,7 +782,15 @@ def test_a_corpus_prepared_elsewhere_continues_the_run(
     """The fingerprint is that of the content, not of the place."""
     tokenizer = train_tokenizer([text], vocab_size=97)
     again = tmp_path / "again"
-    prepare([text], tokenizer, again, sequence_length=23, held_out_percent=10.0, workers=1)
+    prepare(
+        [text],
+        tokenizer,
+        again,
+        sequence_length=23,
+        short_percent=0,
+        held_out_percent=10.0,
+        workers=1,
+    )
     other = Corpus.open(again)
     assert other.fingerprint == corpus.fingerprint
     pretrain(micro, other, stopped_run, quiet=True)

@@ -1,0 +1,246 @@
+"""From a model and labelled data to scores: one task, all of GLUE, or answers to a user's rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from . import metrics, squad, tasks
+from .config import FinetuneConfig, to_dict
+from .errors import ElectraError
+from .features import encode_texts, encode_words
+from .files import json_bytes, write_atomic
+from .finetune import Data, SquadData, TextData, finetune, predict, resolve
+from .hf import FineTuned, LoadedEncoder, load_encoder, load_finetuned
+from .tasks import Examples, Task
+
+SQUAD = {
+    name: Task(
+        name=name, kind="qa", metric=metric, texts=("question", "context"), epochs=2, length=512
+    )
+    for name, metric in (("squad1", "f1"), ("squad2", "best_f1"))
+}
+_MNLI_HELPS = ("rte", "stsb")  # the paper starts these from the MNLI model (appendix B)
+
+
+def finetune_task(
+    model: Path,
+    data: Path,
+    out: Path,
+    config: FinetuneConfig,
+    *,
+    task: str | None = None,
+    texts: Sequence[str] = (),
+    label: str | None = None,
+    kind: Literal["classification", "regression", "tagging"] | None = None,
+    dev: Path | None = None,
+    test: Path | None = None,
+    quiet: bool = False,
+    note: Callable[[str], object] = print,
+) -> dict[str, Any]:
+    """Fine-tune and score one task; returns what results.json holds.
+
+    task: a name of GLUE or SQuAD; without one, `texts` and `label` name columns of the user's data.
+    """
+    encoder = load_encoder(model)
+    settings, prepared = open_data(
+        encoder,
+        data,
+        config,
+        task,
+        texts=texts,
+        label=label,
+        kind=kind,
+        dev=dev,
+        test=test,
+        note=note,
+    )
+    return finetune(settings, encoder, prepared, out, quiet=quiet)
+
+
+def open_data(
+    encoder: LoadedEncoder,
+    data: Path,
+    config: FinetuneConfig,
+    task: str | None,
+    *,
+    note: Callable[[str], object] = print,
+    **columns: Any,
+) -> tuple[FinetuneConfig, Data]:
+    """The settings with everything decided, and the data in tokens."""
+    if task in SQUAD:
+        row = SQUAD[task]
+        settings = resolve(config, encoder.config, row)
+        version = "squad2" if task == "squad2" else "squad1"
+        questions = squad.load(data, version, needed=("train", "dev"))
+        return settings, SquadData(questions, row, encoder.tokenizer, settings)
+    if task == "ax":
+        note("the diagnostic set has no training set of its own: training on MNLI")
+        task = "mnli"
+    loaded = tasks.load(task, data, **columns)
+    for text in loaded.notes:
+        note(text)
+    settings = resolve(config, encoder.config, loaded.task)
+    return settings, TextData(loaded, encoder.tokenizer, settings)
+
+
+def glue(
+    model: Path,
+    data: Path,
+    out: Path,
+    config: FinetuneConfig,
+    *,
+    only: Sequence[str] = (),
+    from_mnli: bool = False,
+    wnli: Literal["majority", "train"] = "majority",
+    quiet: bool = False,
+    note: Callable[[str], object] = print,
+) -> dict[str, dict[str, Any]]:
+    """Every task of GLUE that is present, each in a folder of its own; returns their results.
+
+    from_mnli: RTE and STS-B start from the MNLI model. wnli: its sentences are made so that a
+    model of this size learns nothing; `majority` gives the majority answer, under that name.
+    """
+    present = [name for name in tasks.available(data) if name != "ax"]
+    names = [name for name in present if not only or name in only]
+    missing = [name for name in only if name not in present]
+    if missing or not names:
+        raise ElectraError(
+            f"Not in this folder: {', '.join(missing)}."
+            if missing
+            else "There is no GLUE task here.",
+            where=str(data),
+            fix=f"present: {', '.join(present) or 'none'}; give a folder with CoLA, SST-2, …",
+        )
+    if from_mnli and "mnli" in names:
+        names.insert(0, names.pop(names.index("mnli")))
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        start = out / "mnli" if from_mnli and name in _MNLI_HELPS and "mnli" in names else model
+        if name == "wnli" and wnli == "majority":
+            results[name] = _majority(name, data, out / name)
+            continue
+        results[name] = finetune_task(
+            start, data, out / name, config, task=name, quiet=quiet, note=note
+        )
+    return {name: results[name] for name in present if name in results}
+
+
+def _majority(name: str, data: Path, out: Path) -> dict[str, Any]:
+    """The answer that is most common in training, as a result like any other."""
+    loaded = tasks.load(name, data)
+    values, counts = np.unique(loaded.splits["train"].labels, return_counts=True)
+    answer = int(values[counts.argmax()])
+    (out / "test").mkdir(parents=True, exist_ok=True)
+    scores: dict[str, Any] = {}
+    for split, examples in loaded.splits.items():
+        guess = [answer] * len(examples.texts)
+        if split != "train" and examples.labels:
+            scores[split] = metrics.score(loaded.task, guess, examples.labels)
+        elif split != "train":
+            tasks.write_predictions(loaded.task, split, examples.ids, guess, out / "test")
+    score = next(iter(scores.values()))[loaded.task.metric]
+    record = {
+        "format": 1,
+        "task": to_dict(loaded.task),
+        "model": "the majority answer, no model",
+        "settings": {},
+        "seeds": [{"seed": 0, "score": score, "failed": False, "scores": scores}],
+        "summary": metrics.summary([score], [False]),
+        "ensemble": None,
+        "environment": {},
+    }
+    write_atomic(out / "results.json", json_bytes(record, indent=1))
+    return record
+
+
+# ---------------------------------------------------------------------- predict
+
+
+def load_model(path: Path) -> FineTuned:
+    """The fine-tuned model of a run or of an exported directory."""
+    return load_finetuned(path / "model" if (path / "finetune.json").is_file() else path)
+
+
+def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
+    """One answer per row of a file, or for a text itself."""
+    loaded = load_model(model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded.model.to(device)
+    task = loaded.task
+    is_file = len(given) < 4096 and "\n" not in given and Path(given).is_file()
+    if task.kind == "qa":
+        return _predict_spans(loaded, given, device)
+    if is_file:
+        examples = tasks.read_inputs(Path(given), task)
+    else:
+        texts = tuple(given.split()) if task.kind == "tagging" else tuple(given.split("\t"))
+        if task.kind != "tagging" and len(texts) != len(task.texts):
+            raise ElectraError(
+                f"The model reads {len(task.texts)} texts, given are {len(texts)}.",
+                where="--input",
+                fix="put a tab between the two texts"
+                if len(task.texts) == 2
+                else "leave out the tab",
+            )
+        examples = Examples([texts], [], ["0"])
+    if task.kind == "tagging":
+        features = encode_words(examples.texts, [], loaded.tokenizer, loaded.length)
+    else:
+        nothing = np.zeros(len(examples.texts), np.int64)
+        features = encode_texts(examples.texts, nothing, loaded.tokenizer, loaded.length)
+    scores = predict(loaded.model, features, device)["logits"]
+    if task.kind == "regression":
+        values = (scores[:, 0] * task.scale).tolist()
+        return [{"id": i, "prediction": v} for i, v in zip(examples.ids, values, strict=True)]
+    shifted = np.exp(scores - scores.max(-1, keepdims=True))
+    probability = shifted / shifted.sum(-1, keepdims=True)
+    if task.kind == "classification":
+        return [
+            {
+                "id": i,
+                "prediction": task.labels[int(p.argmax())],
+                "probability": float(p.max()),
+            }
+            for i, p in zip(examples.ids, probability, strict=True)
+        ]
+    rows: list[dict[str, Any]] = []
+    at = 0
+    for i, words in zip(examples.ids, examples.texts, strict=True):
+        tags = [task.labels[int(k)] for k in probability[at : at + len(words)].argmax(-1)]
+        rows.append({"id": i, "words": list(words), "prediction": tags})
+        at += len(words)
+    return rows
+
+
+def _predict_spans(loaded: FineTuned, given: str, device: torch.device) -> list[dict[str, Any]]:
+    questions = squad.read(Path(given), labelled=False)
+    features, windows = squad.windows(
+        questions, loaded.tokenizer, length=loaded.length, training=False
+    )
+    found = squad.answers(questions, windows, predict(loaded.model, features, device, batch=32))
+    return [
+        {"id": q.id, "prediction": found.texts[q.id], "no_answer_score": found.null[q.id]}
+        for q in questions
+    ]
+
+
+def format_rows(rows: Sequence[dict[str, Any]], suffix: str) -> bytes:
+    """Rows as .jsonl, .csv or .tsv, by the ending of the file they go to."""
+    if suffix not in (".csv", ".tsv"):
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    text = io.StringIO()
+    names = list(rows[0]) if rows else ["id", "prediction"]
+    writer = csv.writer(text, delimiter="," if suffix == ".csv" else "\t", lineterminator="\n")
+    writer.writerow(names)
+    for row in rows:
+        cells = (row[name] for name in names)
+        writer.writerow([" ".join(c) if isinstance(c, list) else c for c in cells])
+    return text.getvalue().encode()

@@ -1,0 +1,332 @@
+"""Reports: the right numbers in the right places, and names that stay names."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from electra.config import PretrainConfig, to_dict
+from electra.errors import CorruptError, ElectraError
+from electra.report import code, report
+
+EVIL = "a`b\n| x | <script>alert(1)</script> [l](http://e) ![i](j) **b** \x1b[31m &amp; $\\frac"
+SCORES = (0.5, 0.62, 0.587)
+
+
+def results(
+    task: str = "cola",
+    scores: tuple[float, ...] = SCORES,
+    failed: int = 0,
+    model: str = "runs/small",
+    metric: str = "matthews",
+    **changed: Any,
+) -> dict[str, Any]:
+    seeds = [
+        {"seed": i, "score": score, "failed": i < failed, "scores": {"dev": {metric: score}}}
+        for i, score in enumerate(scores)
+    ]
+    summary = {
+        "median": statistics.median(scores),
+        "mean": statistics.mean(scores),
+        "best": max(scores),
+        "std": statistics.stdev(scores) if len(scores) > 1 else None,
+        "failed": failed,
+        "seeds": len(scores),
+    }
+    return {
+        "format": 1,
+        "task": {"name": task, "kind": "classification", "metric": metric},
+        "model": model,
+        "settings": {"seeds": len(scores)},
+        "seeds": seeds,
+        "summary": summary,
+        "ensemble": {"dev": {metric: 0.654}},
+        "environment": {},
+        **changed,
+    }
+
+
+def write(directory: Path, values: dict[str, Any], name: str = "results.json") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / name).write_text(json.dumps(values))
+    return directory
+
+
+def pretraining(directory: Path, steps: int = 1000, name: str = "tiny", **run: Any) -> Path:
+    config = to_dict(PretrainConfig(name=name))
+    config["run"].update({"train_steps": 1000, **run})
+    write(directory, {"config": config, "corpus_fingerprint": "0"}, "run.json")
+    lines: list[dict[str, Any]] = []
+    for step in range(100, steps + 1, 100):
+        lines.append({"kind": "train", "step": step, "mlm_loss": 9.0, "seconds": step * 0.12})
+        held = {"mlm_loss": 5 + 100 / step, "disc_loss": 0.25, "disc_auc": 0.5 + step / 4000}
+        lines.append({"kind": "eval", "step": step, **held})
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (directory / "metrics.jsonl").write_text(text + '{"kind": "tr')  # cut off by a crash
+    return directory
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """The cells of the table below a heading, its head first."""
+    lines = text.split(heading)[1].split("\n\n")[1].splitlines()
+    cells = [re.split(r" ?\| ?", line)[1:-1] for line in lines]
+    return [cells[0], *cells[2:]]
+
+
+def in_csv(out: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO((out / "report.csv").read_text())))
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_one_fine_tuning_run(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", results(failed=1))
+    out = tmp_path / "out"
+    text = report([run], out)
+    assert "## Fine-tuning: median of the seeds × 100" in text
+    head, row = rows(text, "## Fine-tuning")
+    assert head == ["run", "`cola, matthews`", "mean over tasks"]
+    assert row == ["`runs/small`", "58.7", "58.7"]
+    _, long = rows(text, "### All numbers")
+    score = "58.7 (mean 56.9 ± 6.2, best 62.0, 3 seeds, 1 failed)"
+    assert long == ["`run`", "`cola`", "`matthews`", "`runs/small`", "finished", score, "65.4"]
+    (line,) = in_csv(out)
+    assert (line["run"], line["kind"], line["task"]) == ("run", "finetune", "cola")
+    assert float(line["median"]) == 0.587
+    assert (line["seeds"], line["failed"], line["ensemble"]) == ("3", "1", "0.654")
+    assert (out / "report.md").read_text() == f"# Report\n\n{text}"
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_benchmark_is_one_row(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "cola", results("cola"))
+    write(tmp_path / "a" / "rte", results("rte", (0.7,), model="runs/a/mnli", metric="accuracy"))
+    write(tmp_path / "b" / "cola", results("cola", (0.4, 0.41)))
+    (tmp_path / "a" / "notes").mkdir()
+    text = report([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+    head, a, b = rows(text, "## Fine-tuning")
+    assert head == ["run", "`cola, matthews`", "`rte, accuracy`", "mean over tasks"]
+    assert a == ["`a`", "58.7", "70.0", "64.3"]  # (58.7 + 70) / 2
+    assert b == ["`b`", "40.5", "–", "–"]  # no mean over other tasks than those of a
+    assert [line[0] for line in rows(text, "### All")[1:]] == ["`a/cola`", "`a/rte`", "`b/cola`"]
+    assert "70.0 (mean 70.0 ± –, best 70.0, 1 seeds, 0 failed)" in text
+
+
+def test_runs_of_one_model_share_a_row(tmp_path: Path) -> None:
+    """Until a task comes twice: then the run has a row under its own name."""
+    paths = [
+        write(tmp_path / "x", results("cola")),
+        write(tmp_path / "y", results("rte")),
+        write(tmp_path / "z", results("cola", (0.1,))),
+        write(tmp_path / "w", results("cola", (0.2,), metric="accuracy")),
+    ]
+    _, *found = rows(report(paths), "## Fine-tuning")
+    assert found == [
+        ["`runs/small`", "58.7", "58.7", "20.0", "45.8"],
+        ["`z`", "10.0", "–", "–", "–"],
+    ]
+
+
+def test_directories_of_the_same_name(tmp_path: Path) -> None:
+    paths = [write(tmp_path / part / "run", results()) for part in "ab"]
+    text = report([*paths, paths[0]])
+    assert [line[0] for line in rows(text, "### All")[1:]] == [f"`{path}`" for path in paths]
+
+
+def test_pre_training_runs(tmp_path: Path) -> None:
+    a = pretraining(tmp_path / "a")
+    b = pretraining(tmp_path / "b", steps=400)
+    c = pretraining(tmp_path / "c", steps=400, minutes=0.8)  # 48 s: the clock ended it
+    d = pretraining(tmp_path / "d")
+    (d / "metrics.jsonl").unlink()
+    text = report([a, b, c, d], tmp_path / "out")
+    head, *found = rows(text, "## Pre-training")
+    assert head[2:6] == ["state", "steps", "tokens", "minutes"]
+    tokens = f"{1000 * 128 * 128:,}"
+    assert found[0] == ["`a`", "`tiny`", "finished", "1,000", tokens, "2.0", "5.1", "0.25", "0.75"]
+    assert [row[2] for row in found] == [
+        "finished",
+        "not finished: 40 %",
+        "finished",
+        "not finished: 0 %",
+    ]
+    assert found[3][3:] == ["0", "0", "0.0", "–", "–", "–"]
+    assert "Fine-tuning" not in text
+    assert in_csv(tmp_path / "out")[1]["disc_auc"] == "0.6"
+
+
+def test_numbers_that_are_none_are_no_curve(tmp_path: Path) -> None:
+    run = pretraining(tmp_path / "run")
+    bad = {"kind": "eval", "step": 1100, "mlm_loss": "nan", "disc_loss": None, "disc_auc": None}
+    (run / "metrics.jsonl").write_text(json.dumps(bad) + "\n")
+    _, row = rows(report([run], tmp_path / "out"), "## Pre-training")
+    assert row[-3:] == ["–", "–", "–"]
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    pretraining(tmp_path / "p")
+    write(tmp_path / "f", results())
+    text = report([tmp_path / "f", tmp_path / "p"], tmp_path / "out")
+    assert text.index("## Pre-training") < text.index("## Fine-tuning")
+    assert [line["kind"] for line in in_csv(tmp_path / "out")] == ["pretrain", "finetune"]
+
+
+def test_runs_that_are_not_finished(tmp_path: Path) -> None:
+    begun = {**results("rte"), "settings": {"seeds": 5}}
+    run = write(tmp_path / "glue" / "rte", begun, "finetune.json")
+    for seed in (0, 1):
+        write(run / f"seed-{seed}", {}, "result.json")
+    write(tmp_path / "glue" / "cola", results())
+    more = write(tmp_path / "glue" / "mrpc", results("mrpc"))
+    write(more, begun, "finetune.json")
+    text = report([tmp_path / "glue"], tmp_path / "out")
+    states = {line[0]: line[4] for line in rows(text, "### All")[1:]}
+    assert states == {
+        "`glue/cola`": "finished",
+        "`glue/mrpc`": "not finished: 3 of 5 seeds",
+        "`glue/rte`": "not finished: 2 of 5 seeds",
+    }
+    _, row = rows(text, "## Fine-tuning")
+    assert row == ["`glue`", "58.7", "58.7 †", "– †", "–"]
+    assert "† not finished" in text
+
+
+def test_all_seeds_failed(tmp_path: Path) -> None:
+    values = results(scores=(0.0, 0.0), failed=2)
+    values["summary"].update(median=None, mean=None, std=None, best=None)
+    text = report([write(tmp_path / "run", values)], tmp_path / "out")
+    assert "– (mean – ± –, best –, 2 seeds, 2 failed)" in text
+
+
+# ---------------------------------------------------------------------- what cannot be read
+
+
+def refused(path: Path, kind: type[ElectraError] = CorruptError) -> None:
+    with pytest.raises(kind) as error:
+        report([path])
+    assert str(path) in error.value.where
+    assert error.value.fix
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "null", "[[[" * 9999, "\udcff"])
+def test_damaged_records(content: str, tmp_path: Path) -> None:
+    for name in ("results.json", "run.json", "finetune.json"):
+        path = tmp_path / name
+        path.mkdir()
+        (path / name).write_bytes(content.encode(errors="surrogateescape"))
+        refused(path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"format": 2},
+        {"task": None},
+        {"task": {"name": "x"}},
+        {"summary": None},
+        {"summary": {"median": 0.5}},
+        {"seeds": [{"seed": 0}]},
+        {"seeds": [{"seed": 0, "score": "good", "failed": False}]},
+        {"seeds": [{"seed": 0, "score": float("nan"), "failed": False}]},
+        {"ensemble": {"dev": 3}},
+        {"ensemble": 3},
+    ],
+)
+def test_results_of_another_form(changed: dict[str, Any], tmp_path: Path) -> None:
+    refused(write(tmp_path / "run", {**results(), **changed}))
+    (tmp_path / "missing").mkdir()
+    values = results()
+    for key in changed:
+        del values[key]
+    refused(write(tmp_path / "missing", values))
+
+
+def test_counts_are_whole_numbers(tmp_path: Path) -> None:
+    values = results()
+    values["summary"]["seeds"] = None
+    refused(write(tmp_path / "run", values))
+
+
+@pytest.mark.parametrize("line", ["3", '"x"', "[]", "{}", '{"kind": "eval", "step": "x"}'])
+def test_damaged_metrics(line: str, tmp_path: Path) -> None:
+    run = pretraining(tmp_path / "run")
+    (run / "metrics.jsonl").write_text(line + "\n")
+    refused(run)
+    (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
+    refused(run)
+
+
+def test_settings_without_numbers(tmp_path: Path) -> None:
+    refused(pretraining(tmp_path / "a", train_steps=0))
+    refused(pretraining(tmp_path / "b", minutes="long"))
+    refused(write(tmp_path / "c", {}, "run.json"))
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    refused(tmp_path, ElectraError)
+    refused(tmp_path / "nowhere", ElectraError)
+
+
+# ---------------------------------------------------------------------- names stay names
+
+
+def test_markdown_takes_no_orders(tmp_path: Path) -> None:
+    name = EVIL.replace("/", "").replace("\n", " ")
+    values = results(EVIL, model=EVIL, metric=EVIL)
+    run = write(tmp_path / name, values)
+    other = pretraining(tmp_path / ("p" + name), name=EVIL)
+    text = report([run, other], tmp_path / "out")
+    plain = re.sub("`[^`\n]*`", "`", text)
+    for word in ("script", "](", "**b**", "&amp;", "$", "\x1b", "alert"):
+        assert word not in plain, word
+    head, row = rows(text, "## Fine-tuning")
+    assert len(head) == len(row) == 3
+    lengths = {len(line) for line in rows(text, "### All")}
+    assert lengths == {7}
+    assert "\x1b" not in text
+    assert (tmp_path / "out" / "report.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a_b*c", "`a_b*c`"),
+        ("a`b``", "`a'b''`"),
+        ("a|b", "`a¦b`"),
+        ("a\r\nb\u2028c\u202ed\x00", "`a  b c d`"),
+        ("", "` `"),
+        ("東京", "`東京`"),
+    ],
+)
+def test_text_as_code(text: str, shown: str) -> None:
+    assert code(text) == shown
+
+
+@pytest.mark.parametrize(
+    "name", ["=1+1", "+1", "-1", "@x", "\t=1", "\r=1", " =1", "\n=1", "=cmd|' /C calc'!A0"]
+)
+def test_csv_holds_no_formula(name: str, tmp_path: Path) -> None:
+    run = write(tmp_path / "run", results(name, (-0.5, -0.25), model=name, metric=name))
+    report([run], tmp_path / "out")
+    (line,) = in_csv(tmp_path / "out")
+    for key in ("task", "model", "metric"):
+        assert line[key].startswith("'"), key
+        assert line[key].lstrip("'").strip() == name.strip()
+    assert float(line["median"]) == -0.375  # a number is no formula
+
+
+@pytest.mark.parametrize("name", ["_hidden", r"$\frac", r"$\frac$", "$", "東京", r"\$"])
+def test_a_picture_of_any_name(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "run", results(name, model=name))
+    pretraining(tmp_path / name)
+    report([tmp_path / "run", tmp_path / name], tmp_path / "out")
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
