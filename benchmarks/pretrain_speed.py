@@ -233,6 +233,8 @@ def main() -> None:
     a = tyro.cli(Arguments)
     corpus = Corpus.open(a.corpus)
     base = recipe(a.recipe)
+    if Batches(corpus.train, base, runtimes.start(base.run)).padded:
+        raise SystemExit("both sides are timed without padding: prepare with --short-percent 0")
     base = dataclasses.replace(
         base, encoder=dataclasses.replace(base.encoder, dropout=0.0, attention_dropout=0.0)
     )

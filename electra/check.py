@@ -12,7 +12,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -31,53 +31,25 @@ MAX_EPOCHS = 40  # of `small`; beyond, the same sentences come too often to teac
 MAX_NAMED = 20  # findings of one kind that are listed one by one
 
 _SHORT_LINE, _LONG_LINE = 20, 10_000  # characters
+_LINES = "write one sentence or paragraph per line"
 
 # Fact, the share up to which it is no worry, what is said about it, what to do.
-_CORPUS_RULES = (
-    (
-        "unknown_share",
-        0.01,
-        "of the tokens are [UNK]: the tokenizer does not know this text.",
-        "train a tokenizer on it",
-    ),
-    (
-        "padding_share",
-        0.20,
-        "of each batch is padding.",
-        "use the packed builder, or a shorter sequence length",
-    ),
-    (
-        "thrown_away_share",
-        0.10,
-        "of the tokens are in no example.",
-        "use the packed builder, or a longer sequence length",
-    ),
+_Rules = tuple[tuple[str, float, str, str], ...]
+_CORPUS_RULES: _Rules = (
+    ("unknown_share", 0.01, "of the tokens are [UNK].", "train a tokenizer on this text"),
+    ("padding_share", 0.20, "of each batch is padding.", "use the packed builder or shorter rows"),
+    ("thrown_away_share", 0.10, "of the tokens are in no example.", "use the packed builder"),
 )
-_TEXT_RULES = (
+_TEXT_RULES: _Rules = (
     (
         "duplicate_documents_share",
         0.05,
         "of the documents are copies of another.",
-        "remove duplicates: they are learned by heart and leak into the held-out part",
+        "remove them: they are learned by heart and leak into the held-out part",
     ),
-    (
-        "duplicate_lines_share",
-        0.30,
-        "of the lines are copies of another, such as menus or notices.",
-        "remove lines that many documents share",
-    ),
-    (
-        "short_lines_share",
-        0.50,
-        f"of the lines have fewer than {_SHORT_LINE} characters.",
-        "write one sentence or paragraph per line",
-    ),
-    (
-        "long_lines_share",
-        0.05,
-        f"of the lines have more than {_LONG_LINE:,} characters.",
-        "write one sentence or paragraph per line",
-    ),
+    ("duplicate_lines_share", 0.30, "of the lines are copies of another.", "remove menus, notices"),
+    ("short_lines_share", 0.50, f"of the lines have fewer than {_SHORT_LINE} characters.", _LINES),
+    ("long_lines_share", 0.05, f"of the lines have more than {_LONG_LINE:,} characters.", _LINES),
     ("markup_lines_share", 0.05, "of the lines hold HTML markup.", "extract the text"),
     (
         "control_lines_share",
@@ -93,9 +65,8 @@ _TEXT_RULES = (
     ),
 )
 
-_SYMBOL = re.compile(
-    r"[!-@\[-`{-~]"
-)  # ASCII alone: in many scripts marks that are no letters abound
+# ASCII alone: in many scripts marks that are no letters abound.
+_SYMBOL = re.compile(r"[!-@\[-`{-~]")
 _LOOKED_FOR: dict[str, Callable[[str], object]] = {
     "markup_lines_share": re.compile(r"</?[A-Za-z][^<>]{0,200}>|&(?:[a-z]{2,8}|#\d{2,6});").search,
     "control_lines_share": re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffd]").search,
@@ -125,13 +96,13 @@ class Report:
 
 def check_text(inputs: Sequence[str | Path], column: str = "text") -> Report:
     """Reads all of the text once and reports what training on it would suffer from."""
-    findings, paths = list[Finding](), set[Path]()
+    unreadable, paths = list[Finding](), set[Path]()
     for given in inputs:
         try:
             paths.update(expand_inputs([given]))
         except ElectraError as error:
-            findings.append(_finding("error", error))
-    total, survey = TextStats(), _Survey()
+            unreadable.append(_finding("error", error))
+    total, survey = Counter[str](), _Survey()
     for path in sorted(paths, key=str):
         stats = TextStats()
         try:
@@ -139,31 +110,35 @@ def check_text(inputs: Sequence[str | Path], column: str = "text") -> Report:
                 survey.add(document)
         except ElectraError as error:
             # `prepare` skips a file without text as long as another file has some.
-            findings.append(_finding("warning" if stats.files else "error", error))
+            unreadable.append(_finding("warning" if stats.files else "error", error))
         if stats.long_documents_cut >= 4 and stats.documents == stats.long_documents_cut + 1:
-            findings.append(
-                Finding(
-                    "warning",
-                    f"The file is one single document of {stats.characters:,} characters.",
-                    str(path),
-                    "put a blank line between documents, so that no example joins two of them",
-                )
-            )
-        for name, value in stats.to_dict().items():
-            setattr(total, name, getattr(total, name) + value)
-    findings = _grouped(findings)
-    if total.documents == 0:
-        findings.append(
-            Finding("error", "No text was found at all.", fix="give files that hold text")
-        )
-    tokens = total.bytes / BYTES_PER_TOKEN
-    facts = {
-        **total.to_dict(),
+            what = f"The file is one single document of {stats.characters:,} characters."
+            fix = "put a blank line between documents, so that no example joins two of them"
+            unreadable.append(Finding("warning", what, str(path), fix))
+        total.update(vars(stats))
+    findings = list[Finding]()
+    for level in ("error", "warning"):
+        of_level = [finding for finding in unreadable if finding.level == level]
+        findings += of_level[:MAX_NAMED]
+        if len(of_level) > MAX_NAMED:
+            findings.append(Finding(level, f"{len(of_level) - MAX_NAMED:,} more of this kind."))
+    if not total["documents"]:
+        fix = "give files that hold text"
+        findings.append(Finding("error", "No text was found at all.", fix=fix))
+    tokens = total["bytes"] / BYTES_PER_TOKEN
+    facts: dict[str, Any] = {
+        **vars(TextStats(**total)),
         **survey.facts(),
         "estimated_tokens": round(tokens),
         "estimated_epochs_of_small": SMALL_RECIPE_TOKENS / tokens if tokens else 0.0,
     }
-    return _report(findings + survey.findings() + _size_findings(tokens), facts)
+    findings += _apply(_TEXT_RULES, facts, survey.examples)
+    scripts: dict[str, float] = facts["scripts"]
+    if len([share for share in scripts.values() if share >= 0.05]) > 1:
+        mix = ", ".join(f"{name} {share:.0%}" for name, share in scripts.items())
+        fix = "fine if it is meant; the scripts have to share one vocabulary"
+        findings.append(Finding("warning", f"The text mixes scripts: {mix}.", fix=fix))
+    return _report(findings, facts, tokens)
 
 
 def check_corpus(path: Path) -> Report:
@@ -171,7 +146,7 @@ def check_corpus(path: Path) -> Report:
     try:
         corpus = Corpus.open(path)
     except ElectraError as error:
-        return _report([_finding("error", error)], {})
+        return Report((_finding("error", error),), {})
     manifest = corpus.manifest
     train, held_out = manifest.counts("train"), manifest.counts("held-out")
     tokens = max(train.tokens, 1)
@@ -189,97 +164,56 @@ def check_corpus(path: Path) -> Report:
         "unknown_share": train.unknown / tokens,
         "epochs_of_small": SMALL_RECIPE_TOKENS / max(train.stored, 1),
     }
-    findings = [
-        Finding("warning", f"{facts[name]:.1%} {what}", str(path), fix)
-        for name, limit, what, fix in _CORPUS_RULES
-        if facts[name] > limit
-    ]
+    findings = _apply(_CORPUS_RULES, facts, dict.fromkeys(facts, str(path)))
     if not held_out.examples:
-        findings.append(
-            Finding(
-                "warning",
-                "Nothing is held out: the run cannot tell learning from memorising.",
-                str(path),
-                "prepare with held_out_percent above 0",
-            )
-        )
-    return _report(findings + _size_findings(train.tokens), facts)
+        what = "Nothing is held out: the run cannot tell learning from memorising."
+        fix = "prepare with held_out_percent above 0"
+        findings.append(Finding("warning", what, str(path), fix))
+    return _report(findings, facts, train.tokens)
 
 
-@dataclass
 class _Survey:
     """Running shares over documents and lines, in bounded memory."""
 
-    documents: _Duplicates = field(default_factory=lambda: _Duplicates())
-    lines: _Duplicates = field(default_factory=lambda: _Duplicates())
-    seen: int = 0
-    sampled: int = 0
-    kinds: Counter[str] = field(default_factory=Counter[str])
-    characters: Counter[str] = field(default_factory=Counter[str])
-    examples: dict[str, str] = field(default_factory=dict[str, str])
+    def __init__(self) -> None:
+        self.documents, self.lines = _Duplicates(), _Duplicates()
+        self.seen = self.short = self.long = self.sampled = 0
+        self.kinds, self.characters = Counter[str](), Counter[str]()
+        self.examples: dict[str, str] = {}  # kind to the first place where it was found
 
     def add(self, document: Document) -> None:
         self.documents.add("\n".join(document.lines))
         for line in document.lines:
             self.lines.add(line)
             self.seen += 1
-            self.kinds["short"] += len(line) < _SHORT_LINE
-            self.kinds["long"] += len(line) > _LONG_LINE
+            self.short += len(line) < _SHORT_LINE
+            self.long += len(line) > _LONG_LINE
             # Looking at characters is slow, and a sixteenth of a large text says enough.
-            if self.seen <= 10_000 or self.seen % 16 == 0:
-                self._look_at(line[:1000], f"{document.file}, document at line {document.line}")
-
-    def _look_at(self, line: str, where: str) -> None:
-        self.sampled += 1
-        self.characters.update(line)
-        for name, is_found in _LOOKED_FOR.items():
-            if is_found(line):
-                self.kinds[name] += 1
-                self.examples.setdefault(name, where)
+            if self.seen > 10_000 and self.seen % 16:
+                continue
+            self.sampled += 1
+            line = line[:1000]
+            self.characters.update(line)
+            for name, is_found in _LOOKED_FOR.items():
+                if is_found(line):
+                    self.kinds[name] += 1
+                    where = f"{document.file}, document at line {document.line}"
+                    self.examples.setdefault(name, where)
 
     def facts(self) -> dict[str, Any]:
-        sampled, seen = max(self.sampled, 1), max(self.seen, 1)
         scripts: Counter[str] = Counter()
         for character, count in self.characters.items():
             if character.isalpha():
                 scripts[_script(character)] += count
-        letters = max(scripts.total(), 1)
+        most, letters = scripts.most_common(8), scripts.total()
         return {
             "duplicate_documents_share": self.documents.share,
             "duplicate_lines_share": self.lines.share,
-            "short_lines_share": self.kinds["short"] / seen,
-            "long_lines_share": self.kinds["long"] / seen,
-            **{name: self.kinds[name] / sampled for name in _LOOKED_FOR},
-            "scripts": {
-                name: round(count / letters, 4)
-                for name, count in scripts.most_common(8)
-                if count >= letters / 1000
-            },
+            "short_lines_share": self.short / max(self.seen, 1),
+            "long_lines_share": self.long / max(self.seen, 1),
+            **{name: self.kinds[name] / max(self.sampled, 1) for name in _LOOKED_FOR},
+            "scripts": {s: round(n / letters, 4) for s, n in most if n >= letters / 1000},
         }
-
-    def findings(self) -> list[Finding]:
-        facts = self.facts()
-        findings = [
-            Finding(
-                "warning",
-                f"{facts[name]:.1%} {what}",
-                self.examples.get(name, ""),
-                fix,
-            )
-            for name, limit, what, fix in _TEXT_RULES
-            if facts[name] > limit
-        ]
-        scripts: dict[str, float] = facts["scripts"]
-        if len([share for share in scripts.values() if share >= 0.05]) > 1:
-            mix = ", ".join(f"{name} {share:.0%}" for name, share in scripts.items())
-            findings.append(
-                Finding(
-                    "warning",
-                    f"The text mixes scripts: {mix}.",
-                    fix="fine if it is meant; the scripts have to share one vocabulary",
-                )
-            )
-        return findings
 
 
 class _Duplicates:
@@ -310,36 +244,22 @@ def _script(character: str) -> str:
     return unicodedata.name(character, "UNNAMED").split()[0].split("-")[0].lower()
 
 
-def _size_findings(tokens: float) -> list[Finding]:
-    epochs = SMALL_RECIPE_TOKENS / max(tokens, 1)
-    if epochs <= MAX_EPOCHS:
-        return []
-    return [
-        Finding(
-            "warning",
-            f"{tokens:,.0f} tokens are little: the `small` recipe would go over them "
-            f"{epochs:,.0f} times.",
-            fix="add text, or train fewer steps",
-        )
-    ]
-
-
 def _finding(level: Level, error: ElectraError) -> Finding:
     return Finding(level, error.what, error.where, error.fix)
 
 
-def _grouped(findings: list[Finding]) -> list[Finding]:
-    """The first findings of each level, and how many more there are."""
-    shown = list[Finding]()
-    for level in ("error", "warning"):
-        of_level = [finding for finding in findings if finding.level == level]
-        shown += of_level[:MAX_NAMED]
-        if len(of_level) > MAX_NAMED:
-            shown.append(Finding(level, f"{len(of_level) - MAX_NAMED:,} more of this kind."))
-    return shown
+def _apply(rules: _Rules, facts: dict[str, Any], places: dict[str, str]) -> list[Finding]:
+    return [
+        Finding("warning", f"{facts[name]:.1%} {what}", places.get(name, ""), fix)
+        for name, limit, what, fix in rules
+        if facts[name] > limit
+    ]
 
 
-def _report(findings: list[Finding], facts: dict[str, Any]) -> Report:
-    order = ("error", "warning", "ok")
-    ranked = sorted(findings, key=lambda finding: order.index(finding.level))
-    return Report(tuple(ranked) or (Finding("ok", "Nothing is wrong with the data."),), facts)
+def _report(findings: list[Finding], facts: dict[str, Any], tokens: float) -> Report:
+    epochs = SMALL_RECIPE_TOKENS / max(tokens, 1)
+    if epochs > MAX_EPOCHS:
+        what = f"{tokens:,.0f} tokens are little: `small` would go over them {epochs:,.0f} times."
+        findings.append(Finding("warning", what, fix="add text, or train fewer steps"))
+    findings.sort(key=lambda finding: finding.level != "error")
+    return Report(tuple(findings) or (Finding("ok", "Nothing is wrong with the data."),), facts)

@@ -12,7 +12,7 @@ byte, walks from the newest to the oldest, and sets damaged ones aside under ano
 
 from __future__ import annotations
 
-import hashlib
+import errno
 import json
 import os
 import re
@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import CorruptError, ElectraError, NumericError
-from .files import fsync_dir, json_bytes, sha256_file, storage_errors, write_atomic
+from .files import fsync_dir, json_bytes, json_sha256, sha256_file, storage_errors, write_atomic
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
@@ -41,7 +41,6 @@ Tensors = dict[str, dict[str, Tensor]]  # file -> name -> tensor
 class Checkpoint:
     """What one verified checkpoint holds."""
 
-    path: Path
     step: int
     tensors: Tensors
     state: dict[str, Any]
@@ -69,14 +68,11 @@ class Saver:
             file: {name: t.detach().to("cpu", copy=True) for name, t in group.items()}
             for file, group in tensors.items()
         }
-        for file, group in copies.items():
-            for name, tensor in group.items():
-                if not torch.isfinite(tensor).all():
-                    raise NumericError(
-                        f"{name} is not finite, so nothing was saved.",
-                        where=f"{self.directory}, step {step}, {file}",
-                        fix="continue from the checkpoint before with a lower learning rate",
-                    )
+        for name, tensor in (item for group in copies.values() for item in group.items()):
+            if not torch.isfinite(tensor).all():
+                what = f"{name} is not finite, so nothing was saved."
+                fix = "continue from the checkpoint before with a lower learning rate"
+                raise NumericError(what, where=f"{self.directory}, step {step}", fix=fix)
         self._thread = threading.Thread(target=self._write, args=(step, copies, state))
         self._thread.start()
 
@@ -116,22 +112,24 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         fault_point("after_mkdir")
-        files: dict[str, dict[str, Any]] = {}
         for file, group in tensors.items():
             path = temporary / f"{file}.safetensors"
             try:
                 save_file(group, path, metadata={"format": "pt"})
             except SafetensorError as error:  # a full disk arrives here, without its number
-                raise OSError(28 if "space" in str(error) else 5, str(error)) from error
-            _sync(path)
+                number = errno.ENOSPC if "space" in str(error) else errno.EIO
+                raise OSError(number, str(error)) from error
+            with open(path, "rb") as written:
+                os.fsync(written.fileno())
             fault_point(f"after_{file}")
-            files[path.name] = _describe(path)
-        path = temporary / "state.json"
-        write_atomic(path, json_bytes({**state, "step": step}, indent=1))
-        files[path.name] = _describe(path)
+        write_atomic(temporary / "state.json", json_bytes({**state, "step": step}, indent=1))
         fault_point("before_manifest")
+        files = {
+            path.name: {"size": path.stat().st_size, "sha256": sha256_file(path)}
+            for path in temporary.iterdir()
+        }
         manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
-        manifest["checksum"] = _checksum(manifest)
+        manifest["checksum"] = json_sha256(manifest)
         write_atomic(temporary / "MANIFEST.json", json_bytes(manifest, indent=1))
         fsync_dir(temporary)
         fault_point("before_rename")
@@ -155,22 +153,18 @@ def load_newest(
         try:
             return read_checkpoint(path)
         except CorruptError as error:
-            if not set_aside:
-                warn(f"checkpoint {path.name} is damaged ({error.what}), an older one is taken")
-                continue
-            aside = path.with_name(f"damaged-{path.name}")
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = path.with_name(f"damaged-{path.name}-{number}")
-            os.replace(path, aside)
-            warn(f"checkpoint {path.name} is damaged ({error.what}) and was kept as {aside.name}")
+            outcome = "an older one is taken"
+            if set_aside:
+                aside, number = path.with_name(f"damaged-{path.name}"), 2
+                while aside.exists():
+                    aside, number = path.with_name(f"damaged-{path.name}-{number}"), number + 1
+                os.replace(path, aside)
+                outcome = f"kept as {aside.name}"
+            warn(f"checkpoint {path.name} is damaged ({error.what}): {outcome}")
     if damaged := sorted(path.name for path in directory.glob("damaged-step-*")):
-        raise CorruptError(
-            "No checkpoint is intact.",
-            where=f"{directory}: {', '.join(damaged)}",
-            fix="restore one from a backup, or start a new run in another directory",
-        )
+        where = f"{directory}: {', '.join(damaged)}"
+        fix = "restore one from a backup, or start a new run in another directory"
+        raise CorruptError("No checkpoint is intact.", where=where, fix=fix)
     return None
 
 
@@ -180,28 +174,26 @@ def read_checkpoint(path: Path) -> Checkpoint:
     def damaged(what: str) -> CorruptError:
         return CorruptError(what, where=str(path), fix="use an older checkpoint")
 
+    def require(holds: bool, otherwise: str) -> None:
+        if not holds:
+            raise damaged(otherwise)
+
     try:
         manifest = json.loads((path / "MANIFEST.json").read_bytes())
-        if manifest.pop("checksum") != _checksum(manifest):
-            raise damaged("its manifest does not match its own checksum")
-        files, step = manifest["files"], int(manifest["step"])
-        if manifest["format"] != FORMAT:
-            raise ElectraError(
-                f"The checkpoint has format {manifest['format']}, this program writes {FORMAT}.",
-                where=str(path),
-                fix="use the version of electra that wrote it",
-            )
-        if f"step-{step:08d}" != path.name.removeprefix("damaged-"):
-            raise damaged(f"its manifest is that of step {step}")
-        if "state.json" not in files or "model.safetensors" not in files:
-            raise damaged("its manifest lacks files")
+        checksum = manifest.pop("checksum")
+        require(checksum == json_sha256(manifest), "its manifest does not match its own checksum")
+        files, step, form = manifest["files"], int(manifest["step"]), manifest["format"]
+        if form != FORMAT:
+            what = f"The checkpoint has format {form}, this program writes {FORMAT}."
+            raise ElectraError(what, where=str(path), fix="use the electra that wrote it")
+        name = path.name.removeprefix("damaged-")
+        require(name == f"step-{step:08d}", f"its manifest is that of step {step}")
+        require({"state.json", "model.safetensors"} <= files.keys(), "its manifest lacks files")
         for name, entry in files.items():
-            if Path(name).name != name or name.startswith("."):
-                raise damaged(f"its manifest names {name!r}")
-            if (path / name).stat().st_size != entry["size"]:
-                raise damaged(f"{name} has the wrong size")
-            if sha256_file(path / name) != entry["sha256"]:
-                raise damaged(f"{name} does not match its checksum")
+            is_plain = Path(name).name == name and not name.startswith(".")
+            require(is_plain, f"its manifest names {name!r}")
+            require((path / name).stat().st_size == entry["size"], f"{name} has the wrong size")
+            require(sha256_file(path / name) == entry["sha256"], f"{name} has the wrong checksum")
         tensors = {
             name.removesuffix(".safetensors"): load_file(path / name)
             for name in files
@@ -210,7 +202,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_bytes())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise damaged(f"{type(error).__name__}: {error}") from error
-    return Checkpoint(path, step, tensors, state)
+    return Checkpoint(step, tensors, state)
 
 
 def fault_point(name: str) -> None:
@@ -229,16 +221,3 @@ def _steps(directory: Path) -> list[Path]:
         return []
     found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
     return [path for _, path in sorted(found, reverse=True)]
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json_bytes(manifest)).hexdigest()
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": sha256_file(path)}
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

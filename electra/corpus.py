@@ -8,7 +8,6 @@ noted in `progress.json`; the same command goes on behind them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -19,12 +18,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, cast, get_args
 
 from .errors import CorruptError, ElectraError, Stopped
-from .files import AtomicFile, exclusive, json_bytes, write_atomic, xxh3_file
+from .files import AtomicFile, exclusive, json_bytes, json_sha256, write_atomic, xxh3_file
 from .pieces import (
     PARTS,
     SHORT_PERCENT,
@@ -37,7 +37,7 @@ from .pieces import (
     cut_pieces,
     divide,
 )
-from .shards import Corpus, Examples, FileSum, Manifest, Shard, check_file, shard_from_dict
+from .shards import Corpus, Examples, FileSum, Manifest, Shard, check_file
 from .text import TextStats, expand_inputs, read_documents
 from .tokenizer import Tokenizer
 
@@ -80,9 +80,8 @@ def prepare(
         "column": column,
         "shard_bytes": shard_bytes,
     }
-    _check_settings(settings, workers)
-    out = Path(out)
-    paths = expand_inputs(inputs)
+    _check_settings({**settings, "workers": workers})
+    out, paths = Path(out), expand_inputs(inputs)
     described = _describe(paths)
     job = {"settings": settings, "tokenizer": tokenizer.hash, "inputs": described["identity"]}
     _refuse_foreign(out)
@@ -93,75 +92,74 @@ def prepare(
         tokenizer.save(out / "tokenizer")
         stats = TextStats()
         documents = read_documents(paths, column=column, stats=stats)
-        pieces = cut_pieces(
-            divide(documents, held_out_percent, seed), min(PIECE_CHARACTERS, shard_bytes)
-        )
-        writers: dict[Part, _PartWriter] = {
-            part: _PartWriter(part, journal, max(1, shard_bytes // PIECE_CHARACTERS))
-            for part in PARTS
-        }
+        parts = divide(documents, held_out_percent, seed)
+        pieces = cut_pieces(parts, min(PIECE_CHARACTERS, shard_bytes))
+        per_shard = max(1, shard_bytes // PIECE_CHARACTERS)
+        writers: dict[Part, _PartWriter] = {p: _PartWriter(p, journal, per_shard) for p in PARTS}
         to_do = (piece for piece in pieces if piece.number >= writers[piece.part].next_piece)
-        make_builder = (tokenizer.to_json(), builder, sequence_length, seed, short_percent)
+        make = partial(
+            PieceBuilder, tokenizer.to_json(), builder, sequence_length, seed, short_percent
+        )
+        tokens = sum(shard.counts.tokens for shard in journal.shards)
         try:
-            for part, built in _build_in_order(to_do, make_builder, workers, should_stop):
-                writers[part].write(built)
-                tokens = sum(writer.counts.tokens for writer in writers.values())
+            for built in _build_in_order(to_do, make, workers or len(os.sched_getaffinity(0))):
+                writers[built.part].write(built)
+                tokens += built.counts.tokens
                 progress(
                     f"file {min(stats.files + 1, len(paths)):,} of {len(paths):,}, "
                     f"{stats.documents:,} documents, {tokens:,} tokens"
                 )
+                if should_stop():
+                    raise Stopped
             for writer in writers.values():
                 writer.close_shard()
         finally:
             for writer in writers.values():
                 writer.discard()
-        if not writers["train"].counts.examples:
-            raise ElectraError(
-                "The text gives no example: the tokenizer finds no token in it.",
-                where=str(paths[0]),
-                fix="check that tokenizer and text belong together",
-            )
         manifest = Manifest(
             settings=settings,
             vocab_size=tokenizer.vocab_size,
             special_ids=tokenizer.special_names,
             tokenizer_hash=tokenizer.hash,
-            tokenizer_files=tuple(_file_sum(file) for file in _listing(out / "tokenizer")),
+            tokenizer_files=tuple(
+                FileSum(path.name, path.stat().st_size, xxh3_file(path))
+                for path in _listing(out / "tokenizer")
+            ),
             shards=tuple(shard for writer in writers.values() for shard in writer.shards),
-            text=stats.to_dict(),
+            text=asdict(stats),
             inputs=described,
         )
+        if not manifest.counts("train").examples:
+            what = "The text gives no example: the tokenizer finds no token in it."
+            fix = "check that tokenizer and text belong together"
+            raise ElectraError(what, where=str(paths[0]), fix=fix)
         write_atomic(out / "manifest.json", json_bytes(manifest.to_dict(), indent=1))
         journal.path.unlink()
         return manifest
 
 
-def _check_settings(settings: dict[str, Any], workers: int | None) -> None:
-    rules = (
-        ("sequence_length", 5 <= settings["sequence_length"] < 1 << 16, "5 to 65,535"),
-        ("builder", settings["builder"] in get_args(Builder), " or ".join(get_args(Builder))),
-        ("short_percent", 0 <= settings["short_percent"] <= 100, "0 to 100"),
-        ("held_out_percent", 0 <= settings["held_out_percent"] <= 50, "0 to 50"),
-        ("shard_bytes", settings["shard_bytes"] >= 1, "a positive number"),
-    )
-    for name, holds, fix in rules:
+def _check_settings(given: dict[str, Any]) -> None:
+    rules = {
+        "sequence_length": (5 <= given["sequence_length"] < 1 << 16, "5 to 65,535"),
+        "builder": (given["builder"] in get_args(Builder), " or ".join(get_args(Builder))),
+        "short_percent": (0 <= given["short_percent"] <= 100, "0 to 100"),
+        "held_out_percent": (0 <= given["held_out_percent"] <= 50, "0 to 50"),
+        "shard_bytes": (given["shard_bytes"] >= 1, "a positive number"),
+        "workers": (given["workers"] is None or given["workers"] >= 1, "1 or more"),
+    }
+    for name, (holds, fix) in rules.items():
         if not holds:
-            raise ElectraError(f"{name} is {settings[name]}.", where=name, fix=f"use {fix}")
-    if workers is not None and workers < 1:
-        raise ElectraError(f"workers is {workers}.", where="workers", fix="use 1 or more")
+            raise ElectraError(f"{name} is {given[name]}.", where=name, fix=f"use {fix}")
 
 
 def _describe(paths: list[Path]) -> dict[str, Any]:
     """The input files: a digest that notices changes, and the first of them by name."""
-    statuses = [path.stat() for path in paths]
-    rows = [
-        [str(path), status.st_size, status.st_mtime_ns]
-        for path, status in zip(paths, statuses, strict=True)
-    ]
+    status = [path.stat() for path in paths]
+    rows = [[str(p), s.st_size, s.st_mtime_ns] for p, s in zip(paths, status, strict=True)]
     return {
-        "identity": hashlib.sha256(json_bytes(rows)).hexdigest(),
+        "identity": json_sha256(rows),
         "count": len(rows),
-        "bytes": sum(status.st_size for status in statuses),
+        "bytes": sum(s.st_size for s in status),
         "files": [{"path": path, "size": size} for path, size, _ in rows[:1000]],
     }
 
@@ -170,33 +168,21 @@ def _listing(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if not path.name.startswith("."))
 
 
-def _file_sum(path: Path) -> FileSum:
-    return FileSum(path.name, path.stat().st_size, xxh3_file(path))
-
-
 def _refuse_foreign(out: Path) -> None:
+    what = ""
     if out.exists() and not out.is_dir():
-        raise ElectraError(
-            "There is a file in the way.", where=str(out), fix="choose another --out"
-        )
-    if out.is_dir() and not any((out / n).exists() for n in ("manifest.json", "progress.json")):
-        others = [path.name for path in _listing(out)]
-        if others:
-            raise ElectraError(
-                f"The directory is not empty and holds no corpus: {', '.join(others[:3])}.",
-                where=str(out),
-                fix="choose another --out",
-            )
+        what = "There is a file in the way."
+    elif out.exists() and not any((out / n).exists() for n in ("manifest.json", "progress.json")):
+        others = ", ".join(path.name for path in _listing(out)[:3])
+        what = f"The directory is not empty and holds no corpus: {others}." if others else ""
+    if what:
+        raise ElectraError(what, where=str(out), fix="choose another --out")
 
 
 def _complete(out: Path, job: dict[str, Any]) -> Manifest:
     manifest = Corpus.open(out, verify=False).manifest
-    begun = {
-        "settings": manifest.settings,
-        "tokenizer": manifest.tokenizer_hash,
-        "inputs": manifest.inputs["identity"],
-    }
-    _same_job(out, job, begun)
+    tokenizer, inputs = manifest.tokenizer_hash, manifest.inputs["identity"]
+    _same_job(out, job, {"settings": manifest.settings, "tokenizer": tokenizer, "inputs": inputs})
     (out / "progress.json").unlink(missing_ok=True)  # a kill can come just before this
     return manifest
 
@@ -213,36 +199,30 @@ def _same_job(out: Path, job: dict[str, Any], begun: dict[str, Any]) -> None:
     if begun["inputs"] != job["inputs"]:
         changed.append("the input files are others or were changed")
     if changed:
-        raise ElectraError(
-            f"The directory holds another corpus: {'; '.join(changed)}.",
-            where=str(out),
-            fix="choose another --out, or delete the directory to prepare it anew",
-        )
+        what = f"The directory holds another corpus: {'; '.join(changed)}."
+        fix = "choose another --out, or delete the directory to prepare it anew"
+        raise ElectraError(what, where=str(out), fix=fix)
 
 
 class _Journal:
     """`progress.json`: the job and its complete shards, which are not done a second time."""
 
     def __init__(self, out: Path, job: dict[str, Any]) -> None:
-        self.out, self.job = out, job
-        self.path = out / "progress.json"
+        self.out, self.job, self.path = out, job, out / "progress.json"
         self.shards: list[Shard] = []
-        if self.path.exists():
-            try:
-                stored = json.loads(self.path.read_bytes())
-                self.shards = [shard_from_dict(shard) for shard in stored["shards"]]
-                _same_job(out, job, stored["job"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise CorruptError(
-                    f"The notes on what is complete cannot be read: {error}.",
-                    where=str(self.path),
-                    fix="delete the directory and prepare it anew",
-                ) from error
-            for shard in self.shards:
-                for file in (shard.tokens, shard.examples):
-                    check_file(out, file, verify=True)
-        else:
+        if not self.path.exists():
             self._write()
+            return
+        try:
+            stored = json.loads(self.path.read_bytes())
+            self.shards = [Shard.from_dict(shard) for shard in stored["shards"]]
+            _same_job(out, job, stored["job"])
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"The notes on what is complete cannot be read: {error}."
+            fix = "delete the directory and prepare it anew"
+            raise CorruptError(what, where=str(self.path), fix=fix) from error
+        for file in (file for shard in self.shards for file in shard.files):
+            check_file(out, file, verify=True)
 
     def add(self, shard: Shard) -> None:
         self.shards.append(shard)
@@ -261,23 +241,19 @@ class _PartWriter:
         self.journal, self.pieces_per_shard = journal, pieces_per_shard
         self.shards = [shard for shard in journal.shards if shard.part == part]
         self.next_piece = sum(shard.pieces for shard in self.shards)
-        self.counts = sum((shard.counts for shard in self.shards), Counts())
         self._open: tuple[AtomicFile, AtomicFile] | None = None
         self._pieces, self._counts = 0, Counts()
 
     def write(self, built: BuiltPiece) -> None:
         if self._open is None:
-            stem = f"{self.part}-{len(self.shards):05d}"
-            self._open = (
-                AtomicFile(self.journal.out / f"{stem}.tokens.bin"),
-                AtomicFile(self.journal.out / f"{stem}.examples.bin"),
-            )
+            stem = f"{self.journal.out}/{self.part}-{len(self.shards):05d}"
+            tokens, examples = (AtomicFile(Path(f"{stem}.{n}.bin")) for n in ("tokens", "examples"))
+            self._open = tokens, examples
         tokens, examples = self._open
         tokens.write(built.tokens)
         examples.write(built.examples)
         self._pieces += 1
         self._counts += built.counts
-        self.counts += built.counts
         if self._pieces == self.pieces_per_shard:
             self.close_shard()
 
@@ -301,44 +277,26 @@ class _PartWriter:
 
 
 def _build_in_order(
-    pieces: Iterator[Piece],
-    make_builder: tuple[str, Builder, int, int, float],
-    workers: int | None,
-    should_stop: Callable[[], bool],
-) -> Iterator[tuple[Part, BuiltPiece]]:
+    pieces: Iterator[Piece], make: Callable[[], PieceBuilder], workers: int
+) -> Iterator[BuiltPiece]:
     """Built pieces in the order of `pieces`, with only a few of them in memory."""
-    workers = workers or len(os.sched_getaffinity(0))
-
-    def until_stopped() -> Iterator[Piece]:
-        for piece in pieces:
-            if should_stop():
-                raise Stopped
-            yield piece
-
     if workers == 1:
-        build = PieceBuilder(*make_builder)
-        for piece in until_stopped():
-            yield piece.part, build(piece)
+        yield from map(make(), pieces)
         return
     # Processes are spawned: a fork would copy the threads and devices of whoever calls this.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, make_builder)
-    running: deque[tuple[Part, Future[BuiltPiece]]] = deque()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (make,))
+    running: deque[Future[BuiltPiece]] = deque()
     try:
-        for piece in until_stopped():
-            running.append((piece.part, pool.submit(_build_in_worker, piece)))
+        for piece in pieces:
+            running.append(pool.submit(_build_in_worker, piece))
             if len(running) > 2 * workers:
-                part, future = running.popleft()
-                yield part, future.result()
-        for part, future in running:
-            yield part, future.result()
-            if should_stop():
-                raise Stopped
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
     except BrokenProcessPool as error:
-        raise ElectraError(
-            "A worker process ended by itself, most likely for want of memory.",
-            where="workers",
-            fix="use fewer workers; a script that calls this needs `if __name__ == '__main__':`",
-        ) from error
+        what = "A worker process ended by itself, most likely for want of memory."
+        fix = "use fewer workers; a script that calls this needs `if __name__ == '__main__':`"
+        raise ElectraError(what, where="workers", fix=fix) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -346,12 +304,12 @@ def _build_in_order(
 _worker: PieceBuilder | None = None
 
 
-def _start_worker(*make_builder: Any) -> None:
+def _start_worker(make: Callable[[], PieceBuilder]) -> None:
     global _worker
     # Ctrl-C reaches the whole process group, but only the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = PieceBuilder(*make_builder)
+    _worker = make()
 
 
 def _end_with_parent() -> None:
@@ -375,7 +333,6 @@ def _single_threaded_tokenizers() -> Generator[None]:
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before

@@ -1,18 +1,17 @@
 """`electra demo`: from raw text to a trained, tried and compared ELECTRA in a few minutes.
 
-Every step is the one a user takes (tokenizer, prepare, pretrain, export, detect), on real text that
-is on the machine already. What the demo claims it has measured before: how often the discriminator
-points at a word that was exchanged in sentences it never saw, and whether the pre-trained encoder
-learns a labelled task better than the same encoder without pre-training, over three seeds. The task
-is whether two neighbouring words of a sentence changed places: it cannot be solved by which words
-occur, and its labels are free.
+Every step is the one a user takes (tokenizer, prepare, pretrain, export, detect, finetune), on real
+text that is on the machine already. What the demo claims it has measured before: how often the
+discriminator points at a word that was exchanged in sentences it never saw, and whether the
+pre-trained encoder learns a labelled task better than the same encoder without pre-training, over
+three seeds. The task is whether two neighbouring words of a sentence changed places: it cannot be
+solved by which words occur, and its labels are free.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import random
 import re
 import statistics
@@ -21,26 +20,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from rich.console import Console
-from torch import Tensor, nn
 
+from .config import FinetuneConfig
 from .corpus import Corpus, prepare
 from .demo_text import DemoText, Prose, find_text
 from .detect import detect, render
 from .encoder import Embeddings, Encoder, initialise
 from .errors import ElectraError
 from .files import json_bytes, write_atomic
-from .hf import Pretrained, build_discriminator, export_run, load_pretrained
+from .finetune import TextData, finetune, resolve
+from .hf import LoadedEncoder, Pretrained, export_run, load_encoder, load_pretrained
 from .pretrain import pretrain
 from .recipes import tiny
 from .runlog import read_metrics
-from .tokenizer import Tokenizer, train_tokenizer
+from .tasks import Examples, Loaded, Task
+from .tokenizer import train_tokenizer
 
 MINUTES = 2.5  # of pre-training at most: the whole demo has to end within five
 VOCABULARY = 8192
-SEEDS = (0, 1, 2)
+SEEDS = 3
 SENTENCES = 200
 TRAIN_SENTENCES, TEST_SENTENCES = 2000, 1000
 
@@ -91,7 +90,7 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     exchanged = _show_exchanged_words(model, test, console)
 
     console.rule("4  does pre-training help?")
-    task = _compare(model, train, test, console)
+    task = _compare(load_encoder(out / "export"), train, test, out / "tuned", console)
 
     result = {
         "text": text.source,
@@ -108,6 +107,7 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     console.print(f"numbers      {out / 'demo.json'}, {out / 'run' / 'metrics.jsonl'}")
     console.print(f"model        {', '.join(map(str, report.directories))}")
     console.print(f'try it       electra detect --model {out / "export"} "a sentence of yours"')
+    console.print(f"fine-tuned   {out / 'tuned' / 'pretrained' / 'model'}")
     console.print(f"load it      AutoModel.from_pretrained('{out / 'export' / 'discriminator'}')")
     console.print(f"all of it took {result['seconds']:.0f} s")
     return result
@@ -172,37 +172,47 @@ def _show_exchanged_words(
 # ---------------------------------------------------------------------- the labelled task
 
 
-class Classifier(nn.Module):
-    """The encoder and the paper's head: one linear layer on [CLS]."""
-
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.encoder = encoder
-        self.head = nn.Linear(encoder.config.hidden_size, 2)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.head(self.encoder(x, torch.zeros_like(x), mask, None)[:, 0])  # (B, 2)
-
-
 def _compare(
-    model: Pretrained, train: Sequence[Prose], test: Sequence[Prose], console: Console
+    trained: LoadedEncoder,
+    train: Sequence[Prose],
+    test: Sequence[Prose],
+    out: Path,
+    console: Console,
 ) -> dict[str, Any]:
-    """Test accuracy of a classifier on the pre-trained and on random encoders, three seeds each."""
+    """Test accuracy after fine-tuning the pre-trained and a random encoder, three seeds each."""
     console.print("have two neighbouring words of this sentence changed places?")
-    tokenizer = model.needed_tokenizer()
-    given = _swapped_or_not(train, TRAIN_SENTENCES, tokenizer, seed=1)
-    unseen = _swapped_or_not(test, TEST_SENTENCES, tokenizer, seed=2)
-    share = float(unseen[2].float().mean())
-    scores: dict[str, list[float]] = {"pretrained": [], "random": []}
-    for seed in SEEDS:
-        for kind in scores:
-            encoder = _encoder(model, random_seed=seed if kind == "random" else None)
-            scores[kind].append(_fine_tune(encoder, given, unseen, seed))
-    for kind, values in scores.items():
+    task = Task(
+        name="word order", kind="classification", metric="accuracy", labels=("as it was", "changed")
+    )
+    splits = {
+        "train": _swapped_or_not(train, TRAIN_SENTENCES, seed=1),
+        "dev": _swapped_or_not(test, TEST_SENTENCES, seed=2),
+    }
+    settings = FinetuneConfig(
+        learning_rate=5e-4,
+        layer_decay=1.0,
+        epochs=2,
+        batch_size=16,
+        dropout=0.0,
+        attention_dropout=0.0,
+        length=32,
+        seeds=SEEDS,
+    )
+    encoder = Encoder(trained.config, Embeddings(trained.config, trained.vocab_size))
+    initialise(encoder, tiny().encoder.init, 0)  # as the pre-trained one was before
+    start = dict(encoder.state_dict())
+    untrained = dataclasses.replace(trained, tensors=start, description="the same without training")
+    scores: dict[str, list[float]] = {}
+    for kind, model in (("pretrained", trained), ("random", untrained)):
+        settings = resolve(settings, model.config, task)
+        data = TextData(Loaded(task, splits), model.tokenizer, settings)
+        results = finetune(settings, model, data, out / kind, quiet=True)
+        scores[kind] = values = [seed["score"] for seed in results["seeds"]]
         console.print(
             f"{kind:11} {100 * statistics.mean(values):5.1f} % right, mean of {len(values)} seeds "
             f"({', '.join(f'{100 * v:.1f}' for v in values)})"
         )
+    share = statistics.mean(splits["dev"].labels)
     majority = max(share, 1 - share)
     console.print(f"{'majority':11} {100 * majority:5.1f} %")
     separated = min(scores["pretrained"]) > max(scores["random"])
@@ -211,7 +221,8 @@ def _compare(
         if separated
         else "the seeds overlap: no difference beyond their spread was seen"
     )
-    return {**scores, "majority": majority, "separated": separated, "sentences": len(unseen[2])}
+    sentences = len(splits["dev"].labels)
+    return {**scores, "majority": majority, "separated": separated, "sentences": sentences}
 
 
 def _sentences(documents: Sequence[Prose], draw: random.Random) -> list[str]:
@@ -227,67 +238,16 @@ def _sentences(documents: Sequence[Prose], draw: random.Random) -> list[str]:
     return found
 
 
-def _swapped_or_not(
-    documents: Sequence[Prose], count: int, tokenizer: Tokenizer, *, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids (N, T), mask (N, T) and labels (N,): 1 where two neighbouring words are swapped."""
+def _swapped_or_not(documents: Sequence[Prose], count: int, *, seed: int) -> Examples:
+    """Sentences with label 1 where two neighbouring words changed places."""
     draw = random.Random(seed)
-    sentences = _sentences(documents, draw)[:count]
-    x = torch.full((len(sentences), 32), tokenizer.pad_id)
-    label = torch.zeros(len(sentences), dtype=torch.int64)
-    for i, sentence in enumerate(sentences):
+    texts: list[tuple[str, ...]] = []
+    labels: list[int] = []
+    for sentence in _sentences(documents, draw)[:count]:
         words = sentence.split()
-        if draw.random() < 0.5:
+        labels.append(int(draw.random() < 0.5))
+        if labels[-1]:
             k = draw.randrange(1, len(words) - 2)  # neither the first word nor the last
             words[k], words[k + 1] = words[k + 1], words[k]
-            label[i] = 1
-        ids = tokenizer.encode(" ".join(words))[: x.shape[1]]
-        x[i, : len(ids)] = torch.tensor(ids)
-    return x, x != tokenizer.pad_id, label
-
-
-def _encoder(model: Pretrained, *, random_seed: int | None) -> Encoder:
-    network = model.network("discriminator")
-    if random_seed is None:
-        encoder, _ = build_discriminator(network)
-        return encoder.requires_grad_(True)
-    encoder = Encoder(network.config, Embeddings(network.config, network.vocab_size))
-    # The same start as the pre-trained one had; an export does not carry it.
-    initialise(encoder, tiny().encoder.init, random_seed)
-    return encoder
-
-
-def _fine_tune(
-    encoder: Encoder,
-    train: tuple[Tensor, Tensor, Tensor],
-    test: tuple[Tensor, Tensor, Tensor],
-    seed: int,
-    *,
-    epochs: int = 2,
-    batch: int = 16,
-    learning_rate: float = 5e-4,
-) -> float:
-    """Accuracy on `test` after fine-tuning all weights on `train`."""
-    classifier = Classifier(encoder)
-    order = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        nn.init.xavier_uniform_(classifier.head.weight, generator=order)
-        classifier.head.bias.zero_()
-    optimizer = torch.optim.AdamW(classifier.parameters(), lr=learning_rate, weight_decay=0.0)
-    x, mask, label = train
-    steps = epochs * math.ceil(len(x) / batch)
-    done = 0
-    for _ in range(epochs):
-        for rows in torch.randperm(len(x), generator=order).split(batch):
-            warm = min(1.0, (done + 1) / (0.1 * steps))
-            optimizer.param_groups[0]["lr"] = learning_rate * min(warm, (1 - done / steps) / 0.9)
-            loss = F.cross_entropy(classifier(x[rows], mask[rows]), label[rows])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(classifier.parameters(), 1.0)
-            optimizer.step()
-            done += 1
-    with torch.no_grad():
-        parts = zip(*(t.split(64) for t in test[:2]), strict=True)
-        guess = torch.cat([classifier(x, m).argmax(-1) for x, m in parts])
-    return float((guess == test[2]).float().mean())
+        texts.append((" ".join(words),))
+    return Examples(texts, labels, [str(i) for i in range(len(texts))])

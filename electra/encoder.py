@@ -46,11 +46,20 @@ class Encoder(nn.Module):
         assert isinstance(first, Block)
         return first.up.weight.dtype
 
-    def forward(self, x: Tensor, segment: Tensor, mask: Tensor | None, rng: Rng | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        segment: Tensor,
+        mask: Tensor | None,
+        rng: Rng | None,
+        *,
+        only_first: bool = False,
+    ) -> Tensor:
         """Hidden states (B, T, D).
 
         x, segment: (B, T). mask: (B, T) bool, true on tokens, or None when nothing is padded.
-        rng: draws dropout when given; None means evaluation.
+        rng: draws dropout when given; None means evaluation. only_first: return the state of
+        [CLS] alone, (B, 1, D), and let the last block compute no other.
         """
         h = self.embeddings(x, segment)  # (B, T, E)
         h = dropout(h, self.config.dropout, rng, self.site)
@@ -58,9 +67,9 @@ class Encoder(nn.Module):
         if self.project is not None:
             h = self.project(h)  # (B, T, D)
         bias = mask[:, None, None, :] if mask is not None else None  # (B, 1, 1, T)
-        for block in self.blocks:
+        for block in self.blocks[:-1]:
             h = block(h, bias, rng)
-        return h
+        return self.blocks[-1](h, bias, rng, 1 if only_first else None)
 
 
 class Embeddings(nn.Module):
@@ -96,22 +105,32 @@ class Block(nn.Module):
         self.down = nn.Linear(F_, D)
         self.ffn_norm = LayerNorm(D, config.layer_norm_eps)
 
-    def forward(self, h: Tensor, bias: Tensor | None, rng: Rng | None) -> Tensor:
+    def forward(
+        self, h: Tensor, bias: Tensor | None, rng: Rng | None, only: int | None = None
+    ) -> Tensor:
+        """(B, T, D); with `only`, the first so many of the T states."""
         p = self.config.dropout
-        a = self.out(self.attend(h, bias, rng))  # (B, T, D)
-        h = self.attention_norm(h + dropout(a, p, rng, self.site))
+        a = self.out(self.attend(h, bias, rng, only))  # (B, T, D)
+        h = self.attention_norm(h[:, :only] + dropout(a, p, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside
         return self.ffn_norm(h + dropout(f, p, rng, self.site + 1))
 
-    def attend(self, h: Tensor, bias: Tensor | None, rng: Rng | None) -> Tensor:
+    def attend(
+        self, h: Tensor, bias: Tensor | None, rng: Rng | None, only: int | None = None
+    ) -> Tensor:
         """softmax(q kᵀ / √K) v over all heads, (B, T, D)."""
         B, T, D = h.shape
         H, K = self.config.attention_heads, self.config.head_size
-        q, k, v = self.qkv(h).view(B, T, 3, H, K).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, K)
+        if only is None:
+            q, k, v = self.qkv(h).view(B, T, 3, H, K).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, K)
+        else:
+            weight, b = self.qkv.weight, self.qkv.bias
+            q = F.linear(h[:, :only], weight[:D], b[:D]).view(B, only, H, K).transpose(1, 2)
+            k, v = F.linear(h, weight[D:], b[D:]).view(B, T, 2, H, K).permute(2, 0, 3, 1, 4)
         p = self.config.attention_dropout
         if rng is None or p == 0:
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        elif isinstance(rng, SeededDropout):
+        elif isinstance(rng, SeededDropout) and q.is_cuda:
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
         else:
             # Written out, because the fused kernels draw their dropout from a state of their own.
@@ -121,7 +140,7 @@ class Block(nn.Module):
             probability = score.softmax(-1)
             probability = rng.dropout(probability, p, self.site + 2)
             a = probability.to(v.dtype) @ v  # (B, H, T, K)
-        return a.transpose(1, 2).reshape(B, T, D)
+        return a.transpose(1, 2).reshape(B, -1, D)
 
 
 class LayerNorm(nn.Module):

@@ -20,10 +20,10 @@ def describe() -> dict[str, str]:
     """One line per fact."""
     import torch
 
-    from .runtime import bf16_survives, cpu_name, fastest_threads, matmul_rate
+    from .runtime import bf16_survives, cpu_name, fastest_threads, matmul_rate, source
 
     facts = {
-        "electra": __version__,
+        "electra": f"{__version__}, {', '.join(f'{k} {v}' for k, v in source().items())}",
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -22,7 +22,7 @@ from .tokenizer import LineEncoder, Tokenizer
 Padding = Literal["bucketed", "dynamic", "full"]
 
 # Lengths of recorded batches: few, because each takes a CUDA graph, and close for short texts.
-BUCKETS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512)
+BUCKETS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _WINDOW = 64  # batches whose rows are sorted by length together
 _PART = 8192  # texts that are encoded together
 

@@ -2,9 +2,8 @@
 
 Comes in: bytes and the path they belong at. Goes out: a file that appears under its name only after
 every byte is on the disk, so a crash or a full disk never leaves half a file that looks complete.
-Corpora and checkpoints are both written through here. Each path has one writer at a time (see
-`exclusive`), which is why the temporary name is fixed: what a killed process left behind is
-overwritten by the next one instead of piling up.
+Each path has one writer at a time (see `exclusive`), which is why the temporary name is fixed: what
+a killed process left behind is overwritten by the next one instead of piling up.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import xxhash
 
 from .errors import ElectraError
 
-_BLOCK = 1 << 20
 Bytes = bytes | bytearray | memoryview
 
 
 class AtomicFile:
     """A file that grows under a temporary name and takes its own name in `commit`.
 
-    As a context manager it commits when the block ends and leaves no trace when it raises. `size`
-    and `xxh3` describe what was written so far, so that nothing has to be read back.
+    `size` and `xxh3` describe what was written so far, so that nothing has to be read back.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,32 +60,19 @@ class AtomicFile:
             fsync_dir(self.path.parent)
 
     def discard(self) -> None:
+        """Leaves nothing behind; after `commit` there is nothing to leave."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
-
-    def __enter__(self) -> AtomicFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
-            try:
-                self.commit()
-            except BaseException:
-                self.discard()
-                raise
-        else:
-            self.discard()
 
 
 def write_atomic(path: Path, data: Bytes) -> None:
     """Writes a file so that a reader sees the old content or the new, never a mixture."""
-    with AtomicFile(path) as file:
+    file = AtomicFile(path)
+    try:
         file.write(data)
+        file.commit()
+    finally:
+        file.discard()
 
 
 def fsync_dir(path: Path) -> None:
@@ -103,11 +86,8 @@ def fsync_dir(path: Path) -> None:
 
 def xxh3_file(path: Path) -> str:
     """xxh3-128 of a file as hex: fast enough (GB/s) to check every shard at every start."""
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
@@ -121,16 +101,15 @@ def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
 
     With `indent` it is for people to read, otherwise it has no white space and is fit for hashing.
     """
-    separators = (",", ":") if indent is None else (",", ": ")
-    text = json.dumps(
-        value,
-        sort_keys=True,
-        ensure_ascii=False,
-        allow_nan=False,
-        indent=indent,
-        separators=separators,
-    )
-    return (text + "\n" if indent is not None else text).encode()
+    form: dict[str, Any] = {"sort_keys": True, "ensure_ascii": False, "allow_nan": False}
+    if indent is None:
+        return json.dumps(value, separators=(",", ":"), **form).encode()
+    return (json.dumps(value, indent=indent, **form) + "\n").encode()
+
+
+def json_sha256(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON, as hex."""
+    return hashlib.sha256(json_bytes(value)).hexdigest()
 
 
 @contextmanager
@@ -143,11 +122,8 @@ def exclusive(directory: Path) -> Generator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ElectraError(
-                "Another process is writing to this directory.",
-                where=str(directory),
-                fix="wait until it ends, or choose another directory",
-            ) from error
+            what, fix = "Another process is writing to this directory.", "wait, or choose another"
+            raise ElectraError(what, where=str(directory), fix=fix) from error
         yield
 
 
@@ -157,15 +133,9 @@ def storage_errors(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
+        what = f"Cannot write: {error.strerror or error}."
+        fix = "check that the directory exists and may be written to"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(path.parent).free
-            raise ElectraError(
-                f"The disk is full: {free:,} bytes are free.",
-                where=str(path),
-                fix="make room, then give the same command again: what is complete is kept",
-            ) from error
-        raise ElectraError(
-            f"Cannot write: {error.strerror or error}.",
-            where=str(path),
-            fix="check that the directory exists and may be written to",
-        ) from error
+            what = f"The disk is full: {shutil.disk_usage(path.parent).free:,} bytes are free."
+            fix = "make room, then give the same command again: what is complete is kept"
+        raise ElectraError(what, where=str(path), fix=fix) from error

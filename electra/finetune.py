@@ -309,7 +309,7 @@ class Trainer:
             seed=seed,
             padding=self.config.padding,
             # A GPU replays a graph per length; a CPU can as well compute just what is there.
-            buckets=BUCKETS if on_gpu else range(8, self.features.tokens.shape[1], 8),
+            buckets=BUCKETS if on_gpu else range(2, self.features.tokens.shape[1]),
         )
 
     # ------------------------------------------------------------------ the step
@@ -319,7 +319,9 @@ class Trainer:
         slot = self.slot.view(1)
         rows = self.rows.index_select(0, slot)[0]  # (B,)
         weight = self.weight.index_select(0, slot)[0]
-        losses = self.model.loss(self.data.batch(rows, T), self.dropout)  # (B,)
+        batch = self.data.batch(rows, T)
+        batch.targets["weight"] = weight
+        losses = self.model.loss(batch, self.dropout)  # (B,)
         loss = (losses * weight).sum()
         if self.config.loss == "mean":
             loss = loss / weight.sum()
@@ -357,14 +359,17 @@ class Trainer:
         """Record the step for batches of T tokens; training state stays as it was."""
         with self.at_work(), self.dropout.in_use():
             self.optimizer.live.fill_(False)
-            for _ in range(2):
-                self.train_step(T)
-                self.slot.fill_(self.step_number)
+            if not self._graphs:  # libraries make their handles and workspaces in the first steps
+                for _ in range(2):
+                    self.train_step(T)
+                    self.slot.fill_(self.step_number)
+                self.wait()
             graph = torch.cuda.CUDAGraph()
             # Nothing outlives a replay but what lies in our own buffers, so all may share memory.
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-                self.train_step(T)
+            graph.capture_begin(pool=pool)
+            self.train_step(T)
+            graph.capture_end()
             self._graphs[T] = graph
             self.optimizer.live.fill_(True)
 
@@ -389,13 +394,15 @@ class Trainer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint, by file."""
         self.wait()
-        losses = self.losses.nan_to_num(0.0, 0.0, 0.0)  # steps left out are counted elsewhere
-        return {**self.optimizer.state(), "log": {"losses": losses}}
+        # Losses of bad steps are not finite, which a checkpoint refuses: their bits are saved.
+        log = {"losses": self.losses.view(torch.int32), "bad_steps": self.optimizer.bad_steps}
+        return {**self.optimizer.state(), "log": log}
 
     def load(self, tensors: dict[str, dict[str, Tensor]], step: int) -> None:
         with self.at_work():
             self.optimizer.load({key: tensors[key] for key in ("model", "m", "v")})
-            self.losses.copy_(tensors["log"]["losses"])
+            self.losses.copy_(tensors["log"]["losses"].view(torch.float32))
+            self.optimizer.bad_steps.copy_(tensors["log"]["bad_steps"])
             self.slot.fill_(step)
         self.step_number = step
 
@@ -490,6 +497,8 @@ def finetune(
         seeds = range(config.seed, config.seed + config.seeds)
         done = {seed: read_json(out / f"seed-{seed}" / "result.json") for seed in seeds}
         left = [seed for seed in seeds if not done[seed]]
+        for seed in set(seeds) - set(left):  # a kill may have come before they were deleted
+            shutil.rmtree(out / f"seed-{seed}" / "checkpoints", ignore_errors=True)
         if left:
             _keep_finished(out, {seed for seed in seeds if done[seed]})
             log = RunLog(out, active=True, from_step=len(seeds) * 10**9, quiet=quiet)
@@ -541,13 +550,14 @@ def _train_seeds(
                 f"{running[0].trainer.steps:,}  {rate * config.batch_size:,.0f} examples/s  "
                 f"left {ahead / rate:,.0f} s",
             )
+        stopping = stop()  # looked at once: a signal from here on is seen after the next step
         for run in list(running):
-            run.save_if_due(now, stopping=stop())
+            run.save_if_due(now, stopping=stopping)
             if run.trainer.step_number == run.trainer.steps:
                 done[run.seed] = run.finish(data, log, at_once)
                 running.remove(run)
                 idle.append(run.trainer)
-        if stop() and running:
+        if stopping and running:
             for run in running:
                 run.saver.wait()
             raise Stopped
@@ -617,11 +627,19 @@ class _SeedRun:
         )
         if bad:
             log.warn(f"{bad} steps gave a gradient that is not finite; they were left out")
-        flat = {f"{s}.{n}": a for s, found in predictions.items() for n, a in found.items()}
+        flat = {
+            f"{split}.{name}": np.ascontiguousarray(array)  # safetensors overlooks strides
+            for split, found in predictions.items()
+            for name, array in found.items()
+        }
         write_atomic(self.here / "predictions.safetensors", arrays_bytes(flat))
-        write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
-        if config.keep == "best":
-            _drop_weights(self.out, result)
+        seeds = range(config.seed, config.seed + config.seeds)
+        others = [read_json(self.out / f"seed-{s}" / "result.json") for s in seeds]
+        if config.keep == "all" or _best([*filter(None, others), result]) is result:
+            write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
+            for path in self.out.glob("seed-*/weights.safetensors"):
+                if config.keep == "best" and path.parent != self.here:
+                    path.unlink()
         write_atomic(self.here / "result.json", json_bytes(result, indent=1))
         shutil.rmtree(self.here / "checkpoints")
         return result
@@ -632,15 +650,6 @@ def _keep_finished(out: Path, seeds: set[int]) -> None:
     if (out / "metrics.jsonl").exists():
         kept = [json.dumps(m) + "\n" for m in read_metrics(out) if m.get("seed") in seeds]
         write_atomic(out / "metrics.jsonl", "".join(kept).encode())
-
-
-def _drop_weights(out: Path, newest: dict[str, Any]) -> None:
-    """Delete the weights of all seeds but the best so far."""
-    results = [json.loads(p.read_bytes()) for p in out.glob("seed-*/result.json")]
-    best = _best([*results, newest])
-    for path in out.glob("seed-*/weights.safetensors"):
-        if path.parent.name != f"seed-{best['seed']}":
-            path.unlink()
 
 
 def _best(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -121,9 +121,15 @@ def glue(
         )
     if from_mnli and "mnli" in names:
         names.insert(0, names.pop(names.index("mnli")))
+    elif from_mnli and set(names) & set(_MNLI_HELPS) and not (out / "mnli" / "model").is_dir():
+        raise ElectraError(
+            "There is no MNLI model to start from.",
+            where=str(out / "mnli"),
+            fix="add mnli to the tasks, or leave out --from-mnli",
+        )
     results: dict[str, dict[str, Any]] = {}
     for name in names:
-        start = out / "mnli" if from_mnli and name in _MNLI_HELPS and "mnli" in names else model
+        start = out / "mnli" if from_mnli and name in _MNLI_HELPS else model
         if name == "wnli" and wnli == "majority":
             results[name] = _majority(name, data, out / name)
             continue

@@ -41,6 +41,7 @@ class Head(nn.Module):
     """Base of all heads; what they read of `batch.targets` is in their docstrings."""
 
     form: Form
+    only_first = False  # whether h holds the state of [CLS] alone
 
     @abstractmethod
     def loss(self, h: Tensor, batch: TaskBatch, rng: Rng | None) -> Tensor:
@@ -53,6 +54,8 @@ class Head(nn.Module):
 
 class SentenceHead(Head):
     """One class or one number per example, read off [CLS]. Target: label (B,)."""
+
+    only_first = True
 
     def __init__(self, config: EncoderConfig, outputs: int, form: Form, *, regression: bool):
         super().__init__()
@@ -79,7 +82,8 @@ class SentenceHead(Head):
 
 
 class TaggingHead(Head):
-    """One tag per word, read off its first token. Target: labels (B, T), −1 on all other tokens.
+    """One tag per word, read off its first token. Target: labels (B, T), −1 on all other tokens,
+    and the weight (B,) of each row, if some do not count.
 
     paper: the mean over the words of each example, so that examples count alike, long or short.
     hf: words count alike; the mean over the examples is that over all words of the batch.
@@ -100,8 +104,9 @@ class TaggingHead(Head):
             logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=NOT_A_TAG
         ).view_as(labels)  # (B, T)
         words = (labels != NOT_A_TAG).sum(1).to(nll.dtype)  # (B,)
-        if self.form == "hf":
-            words = words.mean()
+        if self.form == "hf":  # rows of weight 0 only fill up the batch
+            weight = batch.targets.get("weight", torch.ones_like(words))
+            words = (words * weight).sum() / weight.sum()
         return nll.sum(1) / torch.where(words > 0, words, 1.0)
 
     def predict(self, h: Tensor, batch: TaskBatch) -> dict[str, Tensor]:  # noqa: ARG002
@@ -230,12 +235,16 @@ class TaskModel(nn.Module):
 
     def loss(self, batch: TaskBatch, rng: Rng | None) -> Tensor:
         """(B,), one loss per example; `rng` None leaves dropout out."""
-        h = self.encoder(batch.x, batch.segment, batch.mask, rng)  # (B, T, D)
-        return self.head.loss(h, batch, rng)
+        return self.head.loss(self._states(batch, rng), batch, rng)
 
     @torch.no_grad()
     def predict(self, batch: TaskBatch) -> dict[str, Tensor]:
-        return self.head.predict(self.encoder(batch.x, batch.segment, batch.mask, None), batch)
+        return self.head.predict(self._states(batch, None), batch)
+
+    def _states(self, batch: TaskBatch, rng: Rng | None) -> Tensor:
+        """(B, T, D), or (B, 1, D) where the head reads no more."""
+        first = self.head.only_first
+        return self.encoder(batch.x, batch.segment, batch.mask, rng, only_first=first)
 
 
 def build_head(

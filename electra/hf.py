@@ -50,6 +50,7 @@ from .tokenizer import Tokenizer
 Kind = Literal["discriminator", "generator"]
 DiscHead = Literal["dense", "linear"]
 Layout = Kind | tasks.Kind | Literal["encoder"]
+Tensors = dict[str, Tensor]
 
 # Our settings and what transformers calls them. Defaults agree on both sides, so a config.json
 # that leaves out what is at its default reads right.
@@ -73,44 +74,35 @@ _FIXED: dict[str, Any] = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
-# The classes of transformers, and our modules in their heads. Of the generator's head itself that
-# is a bias only: its table is that of the embeddings.
-_SENTENCE = {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
-_CLASSES: dict[Layout, tuple[str, dict[str, str]]] = {
-    "discriminator": (
-        "ElectraForPreTraining",
-        {
-            "head.dense": "discriminator_predictions.dense",
-            "head.w": "discriminator_predictions.dense_prediction",
-        },
-    ),
-    "generator": (
-        "ElectraForMaskedLM",
-        {
-            "head.dense": "generator_predictions.dense",
-            "head.norm": "generator_predictions.LayerNorm",
-            "head": "generator_lm_head",
-        },
-    ),
-    "classification": ("ElectraForSequenceClassification", _SENTENCE),
-    "regression": ("ElectraForSequenceClassification", _SENTENCE),
-    "tagging": ("ElectraForTokenClassification", {"head.out": "classifier"}),
-    "qa": ("ElectraForQuestionAnswering", {"head.out": "qa_outputs"}),
-    "encoder": ("ElectraModel", {}),  # for a head that transformers does not have
-}
-# Modules of the encoder; qkv holds three of theirs, one below the other.
+# Our modules and theirs: of the encoder, where qkv holds three of theirs, one below the other; and
+# of the heads, with the class. Of the generator's head itself that is a bias only: its table is
+# that of the embeddings.
+_BLOCK = "electra.encoder.layer.{i}"
 _MODULES = {
     "encoder.embeddings.word": "electra.embeddings.word_embeddings",
     "encoder.embeddings.position": "electra.embeddings.position_embeddings",
     "encoder.embeddings.segment": "electra.embeddings.token_type_embeddings",
     "encoder.embeddings.norm": "electra.embeddings.LayerNorm",
     "encoder.project": "electra.embeddings_project",
-    "encoder.blocks.{i}.qkv": "electra.encoder.layer.{i}.attention.self.{qkv}",
-    "encoder.blocks.{i}.out": "electra.encoder.layer.{i}.attention.output.dense",
-    "encoder.blocks.{i}.attention_norm": "electra.encoder.layer.{i}.attention.output.LayerNorm",
-    "encoder.blocks.{i}.up": "electra.encoder.layer.{i}.intermediate.dense",
-    "encoder.blocks.{i}.down": "electra.encoder.layer.{i}.output.dense",
-    "encoder.blocks.{i}.ffn_norm": "electra.encoder.layer.{i}.output.LayerNorm",
+    "encoder.blocks.{i}.qkv": f"{_BLOCK}.attention.self.{{qkv}}",
+    "encoder.blocks.{i}.out": f"{_BLOCK}.attention.output.dense",
+    "encoder.blocks.{i}.attention_norm": f"{_BLOCK}.attention.output.LayerNorm",
+    "encoder.blocks.{i}.up": f"{_BLOCK}.intermediate.dense",
+    "encoder.blocks.{i}.down": f"{_BLOCK}.output.dense",
+    "encoder.blocks.{i}.ffn_norm": f"{_BLOCK}.output.LayerNorm",
+}
+_RTD, _MLM = "discriminator_predictions", "generator_predictions"
+_PRETRAINING = {"head.dense": f"{_RTD}.dense", "head.w": f"{_RTD}.dense_prediction"}
+_MASKED = {"head.dense": f"{_MLM}.dense", "head.norm": f"{_MLM}.LayerNorm"}
+_SENTENCE = {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
+_CLASSES: dict[Layout, tuple[str, dict[str, str]]] = {
+    "discriminator": ("ElectraForPreTraining", _PRETRAINING),
+    "generator": ("ElectraForMaskedLM", _MASKED | {"head": "generator_lm_head"}),
+    "classification": ("ElectraForSequenceClassification", _SENTENCE),
+    "regression": ("ElectraForSequenceClassification", _SENTENCE),
+    "tagging": ("ElectraForTokenClassification", {"head.out": "classifier"}),
+    "qa": ("ElectraForQuestionAnswering", {"head.out": "qa_outputs"}),
+    "encoder": ("ElectraModel", {}),  # for a head that transformers does not have
 }
 _WORDS, _TABLE = "electra.embeddings.word_embeddings.weight", "generator_lm_head.weight"
 _BUFFERS = {"electra.embeddings.position_ids", "electra.embeddings.token_type_ids"}  # in old files
@@ -132,7 +124,7 @@ class Network:
     kind: Layout
     config: EncoderConfig
     vocab_size: int
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
     @property
     def disc_head(self) -> DiscHead:
@@ -152,20 +144,15 @@ class Pretrained:
         """The network of that kind; an error that says so when it is not there."""
         network = self.discriminator if kind == "discriminator" else self.generator
         if network is None:
-            raise ElectraError(
-                f"There is no {kind} here.",
-                where=str(self.path),
-                fix=f"give a directory that holds one, saved as {_CLASSES[kind][0]}",
-            )
+            fix = f"give a directory that holds one, saved as {_CLASSES[kind][0]}"
+            raise ElectraError(f"There is no {kind} here.", where=str(self.path), fix=fix)
         return network
 
     def needed_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
-            raise ElectraError(
-                "The model has no tokenizer beside it.",
-                where=str(self.path),
-                fix="copy its tokenizer.json or vocab.txt into the directory",
-            )
+            what = "The model has no tokenizer beside it."
+            fix = "copy its tokenizer.json or vocab.txt into the directory"
+            raise ElectraError(what, where=str(self.path), fix=fix)
         return self.tokenizer
 
 
@@ -175,7 +162,7 @@ class LoadedEncoder:
 
     config: EncoderConfig
     vocab_size: int
-    tensors: dict[str, Tensor]
+    tensors: Tensors
     tokenizer: Tokenizer
     description: str
 
@@ -189,8 +176,7 @@ class LoadedEncoder:
         return digest.hexdigest()
 
 
-@dataclass(frozen=True)
-class FineTuned:
+class FineTuned(NamedTuple):
     """A model of a task: float32, on the CPU, not in training.
 
     A regression gives the data's own unit, as in transformers, which knows no other: the scale it
@@ -205,8 +191,7 @@ class FineTuned:
     results: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class ExportReport:
+class ExportReport(NamedTuple):
     """What was written, and how it was checked."""
 
     directories: tuple[Path, ...]
@@ -217,59 +202,55 @@ class ExportReport:
 class InitialState(NamedTuple):
     """Parameters to start from, and what is new in them."""
 
-    parameters: dict[str, Tensor]
+    parameters: Tensors
     notes: tuple[str, ...]
 
 
-class _Pair(nn.Module):
+def _pair(encoder: Encoder, head: DiscriminatorHead | GeneratorHead) -> Any:
     """The modules of a network; names in its state are those of `Network.tensors`."""
-
-    def __init__(self, encoder: Encoder, head: DiscriminatorHead | GeneratorHead) -> None:
-        super().__init__()
-        self.encoder, self.head = encoder, head
+    return nn.ModuleDict({"encoder": encoder, "head": head})
 
 
-def _pairs(objective: Objective) -> dict[Kind, _Pair]:
-    if isinstance(objective, ReplacedTokenDetection):
-        return {
-            "discriminator": _Pair(objective.discriminator, objective.discriminator_head),
-            "generator": _Pair(objective.generator, objective.generator_head),
-        }
-    assert isinstance(objective, MaskedLM)
-    return {"generator": _Pair(objective.generator, objective.generator_head)}
+def _pairs(objective: Objective) -> dict[Kind, Any]:
+    assert isinstance(objective, ReplacedTokenDetection | MaskedLM)
+    generator = _pair(objective.generator, objective.generator_head)
+    if isinstance(objective, MaskedLM):
+        return {"generator": generator}
+    discriminator = _pair(objective.discriminator, objective.discriminator_head)
+    return {"discriminator": discriminator, "generator": generator}
 
 
-def _empty(kind: Layout, config: EncoderConfig, vocab_size: int, disc_head: DiscHead) -> _Pair:
-    """Shapes without memory."""
+def _empty(kind: Layout, config: EncoderConfig, vocab_size: int, disc_head: DiscHead) -> Any:
+    """A pair of shapes without memory."""
     with torch.device("meta"):
         encoder = Encoder(config, Embeddings(config, vocab_size))
-        if kind == "discriminator":
-            return _Pair(encoder, DiscriminatorHead(config, disc_head))
-        return _Pair(encoder, GeneratorHead(config, vocab_size))
+        if kind == "generator":
+            return _pair(encoder, GeneratorHead(config, vocab_size))
+        return _pair(encoder, DiscriminatorHead(config, disc_head))
 
 
-def _build(network: Network) -> _Pair:
+def _build(network: Network) -> Any:
     pair = _empty(network.kind, network.config, network.vocab_size, network.disc_head)
     pair.load_state_dict(network.tensors, assign=True)
     return pair.requires_grad_(False).eval()
 
 
 def build_discriminator(network: Network) -> tuple[Encoder, DiscriminatorHead]:
-    pair = _build(network)
-    assert isinstance(pair.head, DiscriminatorHead)
-    return pair.encoder, pair.head
+    return (pair := _build(network)).encoder, pair.head
 
 
 def build_generator(network: Network) -> tuple[Encoder, GeneratorHead]:
-    pair = _build(network)
-    assert isinstance(pair.head, GeneratorHead)
-    return pair.encoder, pair.head
+    return (pair := _build(network)).encoder, pair.head
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _tensors(module: nn.Module) -> Tensors:
     """A copy of its state, float32 on the CPU."""
     state = module.state_dict().items()
     return {n: t.detach().to("cpu", torch.float32, copy=True).contiguous() for n, t in state}
+
+
+def _part(tensors: Tensors, prefix: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def networks_of(objective: Objective) -> tuple[Network, ...]:
@@ -303,11 +284,10 @@ def export(
 
     An earlier export at `out` is replaced; anything else there is left alone, with an error.
     """
-    networks = networks_of(objective)
-    tokenizer = Tokenizer.load(tokenizer_dir)
+    networks, tokenizer = networks_of(objective), Tokenizer.load(tokenizer_dir)
     record = {"version": __version__, "step": step, "config": to_dict(config)}
     record["tokenizer_hash"] = tokenizer.hash
-    steps = f"{step:,} steps" if step is not None else "steps"
+    steps = "steps" if step is None else f"{step:,} steps"
     text = f"Trained for {steps} of {config.data.batch_size} × {config.data.sequence_length} tokens"
     differences: list[float] = []
     with _replacing(out) as temporary:
@@ -346,7 +326,7 @@ def export_finetuned(
     """
     head, c, tensors = model.head, model.encoder.config, _tensors(model)
     if task.kind == "regression":  # to the data's own unit
-        tensors |= {n: task.scale * t for n, t in tensors.items() if n.startswith("head.out.")}
+        tensors |= {n: task.scale * t for n, t in _part(tensors, "head.out.").items()}
     record = {"format": 1, "version": __version__, "form": form, "length": length}
     record |= {"head": _head_options(head), "results": results, "scale_in_head": task.scale}
     task = replace(task, scale=1.0)
@@ -357,7 +337,6 @@ def export_finetuned(
     has_class &= not is_linear or 2 * max(1, len(task.labels)) <= c.hidden_size
     vocab_size = model.encoder.embeddings.word.num_embeddings
     network = Network(task.kind if has_class else "encoder", c, vocab_size, tensors)
-    ours = {name: t for name, t in tensors.items() if name.startswith("head.")}
     problems = {"classification": "single_label_classification", "regression": "regression"}
     labels = task.labels or (("start", "end") if task.kind == "qa" else ("LABEL_0",))
     settings = {
@@ -368,7 +347,7 @@ def export_finetuned(
     with _replacing(out) as temporary:
         card = _card(task, results, length, has_class=has_class)
         _write(temporary, network, tokenizer, card, settings, length)
-        write_atomic(temporary / "head.safetensors", to_safetensors(ours))
+        write_atomic(temporary / "head.safetensors", to_safetensors(_part(tensors, "head.")))
         record["files"] = {path.name: xxh3_file(path) for path in temporary.iterdir()}
         record["files"].pop("README.md")  # is for people, who may add to it
         write_atomic(temporary / "electra.json", json_bytes(record, indent=1))
@@ -383,8 +362,7 @@ def _head_options(head: heads.Head) -> dict[str, Any]:
     """What `build_head` has to be told besides the task, to build this one."""
     if isinstance(head, heads.SpanHead):
         end = "joint" if head.end_hidden else "independent"
-        answerable = "plain" if head.answer else "none"
-        answerable = "pooled" if head.answer_hidden else answerable
+        answerable = "pooled" if head.answer_hidden else "plain" if head.answer else "none"
         return {"beam": head.beam, "end": end, "answerable": answerable}
     return {"beam": head.beam} if isinstance(head, heads.LinearSpanHead) else {}
 
@@ -394,11 +372,9 @@ def _replacing(out: Path) -> Generator[Path]:
     """A directory beside `out` that takes its place when the block ends, or vanishes with it."""
     is_export = (out / "electra.json").is_file()
     if out.exists() and not is_export and (not out.is_dir() or any(out.iterdir())):
-        raise ElectraError(
-            "There is something else at the place of the export.",
-            where=str(out),
-            fix="choose a new or empty directory, or an earlier export, which is replaced",
-        )
+        what = "There is something else at the place of the export."
+        fix = "choose a new or empty directory, or an earlier export, which is replaced"
+        raise ElectraError(what, where=str(out), fix=fix)
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         with storage_errors(out):
@@ -424,16 +400,9 @@ def _write(
 ) -> None:
     """One directory that transformers loads; `text` goes into the model card as it is."""
     c, name = network.config, _CLASSES[network.kind][0]
-    values = {
-        **_FIXED,
-        **{theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()},
-        **(settings or {}),
-        "architectures": [name],
-        "vocab_size": network.vocab_size,
-        "pad_token_id": tokenizer.pad_id,
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
+    values = _FIXED | {theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()}
+    values |= {"architectures": [name], "vocab_size": network.vocab_size, "dtype": "float32"}
+    values |= {"pad_token_id": tokenizer.pad_id, "tie_word_embeddings": True, **(settings or {})}
     card = f"""\
 ---
 library_name: transformers
@@ -461,10 +430,7 @@ def _card(task: Task, results: dict[str, Any], length: int, *, has_class: bool) 
     if task.labels:
         lines.append(f"Labels: {', '.join(map(code, task.labels))}.")
     if not has_class:
-        lines.append(
-            "transformers has no class for its head and loads the encoder alone. The head is in "
-            "head.safetensors; electra reads both."
-        )
+        lines.append("transformers has no class for its head, which is in head.safetensors.")
     if "median" in (summary := results.get("summary", results)):
         lines.append(f"{code(task.metric)} × 100, median of the seeds: {long_form(summary)}.")
     if "model" in results:
@@ -483,23 +449,22 @@ def _names(kind: Layout, ours: str) -> tuple[str, ...]:
     return tuple(f"{theirs.format(i=i, qkv=part)}.{end}" for part in parts)
 
 
-def to_transformers(network: Network) -> dict[str, Tensor]:
+def to_transformers(network: Network) -> Tensors:
     """The tensors of `network` as transformers names and shapes them."""
-    last = "head.w" if network.kind == "discriminator" else "head.out"
     tensors, kind = network.tensors, network.kind
+    last = "head.w" if kind == "discriminator" else "head.out"
     if kind == "encoder":
-        tensors = {name: t for name, t in tensors.items() if name.startswith("encoder.")}
-    is_linear = f"{last}.weight" in tensors and "head.dense.weight" not in tensors
-    if is_linear and "head.dense" in _CLASSES[kind][1]:
-        tensors = tensors | _dense_head(tensors, last)
-    result: dict[str, Tensor] = {}
+        tensors = _part(tensors, "encoder.")
+    elif "head.dense" in _CLASSES[kind][1] and "head.dense.weight" not in tensors:
+        tensors = tensors | (_dense_head(tensors, last) if f"{last}.weight" in tensors else {})
+    result: Tensors = {}
     for ours, tensor in tensors.items():
         names = _names(kind, ours)
         result |= zip(names, (t.contiguous() for t in tensor.chunk(len(names))), strict=True)
     return result
 
 
-def _dense_head(tensors: dict[str, Tensor], last: str) -> dict[str, Tensor]:
+def _dense_head(tensors: Tensors, last: str) -> Tensors:
     """The linear head y = W h + b as the dense one that transformers has, dense → GELU → dense.
 
     GELU(y) − GELU(−y) = y Φ(y) + y Φ(−y) = y holds for every y. So C units compute y, C more −y,
@@ -508,8 +473,7 @@ def _dense_head(tensors: dict[str, Tensor], last: str) -> dict[str, Tensor]:
     """
     w, b = tensors[f"{last}.weight"], tensors[f"{last}.bias"]
     C, D = w.shape
-    rest = torch.zeros(max(0, D - 2 * C), D)
-    one = torch.eye(C)
+    rest, one = torch.zeros(max(0, D - 2 * C), D), torch.eye(C)
     return {
         "head.dense.weight": torch.cat([w, -w, rest]),  # (D, D)
         "head.dense.bias": torch.cat([b, -b, rest[:, 0]]),
@@ -518,7 +482,7 @@ def _dense_head(tensors: dict[str, Tensor], last: str) -> dict[str, Tensor]:
     }
 
 
-def _without_dense_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _without_dense_head(tensors: Tensors) -> Tensors:
     """Undoes `_dense_head` of a discriminator; any other head stays as it is."""
     ends = ("weight", "bias")
     w = {f"head.w.{end}": tensors[f"head.dense.{end}"][:1].clone() for end in ends}
@@ -546,44 +510,36 @@ def load_encoder(path: Path) -> LoadedEncoder:
     if (model / "electra.json").is_file() and (model / "config.json").is_file():
         _read_record(model)  # refuses damaged files
     pretrained = _load(model, with_heads=False)
-    network = pretrained.discriminator or pretrained.generator
-    assert network is not None
-    return LoadedEncoder(
-        network.config,
-        network.vocab_size,
-        {n.removeprefix("encoder."): t for n, t in network.tensors.items() if n[:5] != "head."},
-        pretrained.needed_tokenizer(),
-        str(path),
-    )
+    network = pretrained.discriminator or pretrained.network("generator")
+    encoder = _part(network.tensors, "encoder.").items()
+    tensors = {name.removeprefix("encoder."): tensor for name, tensor in encoder}
+    tokenizer = pretrained.needed_tokenizer()
+    return LoadedEncoder(network.config, network.vocab_size, tensors, tokenizer, str(path))
 
 
 def load_finetuned(path: Path) -> FineTuned:
     """The model that `export_finetuned` wrote, or that of a fine-tuning run."""
     path = _model_of(Path(path))
-    record = _read_record(path)
+    record, place = _read_record(path), str(path / "electra.json")
     encoder = load_encoder(path)
     tensors = {f"encoder.{name}": t for name, t in encoder.tensors.items()}
     tensors |= _read_tensors(path / "head.safetensors")
     try:
         values, lists = dict(record["task"]), ("texts", "labels")
         names = {key: tuple(map(str, values.pop(key))) for key in lists}
-        task = replace(from_dict(Task, values, where=str(path / "electra.json")), **names)
+        task = replace(from_dict(Task, values, where=place), **names)
         form, length, results = record["form"], int(record["length"]), dict(record["results"])
         if form not in get_args(heads.Form):
             raise ValueError(f"form {form}")
+        c, outputs = encoder.config, len(task.labels) or 1
         with torch.device("meta"):
-            head = heads.build_head(
-                task.kind, encoder.config, len(task.labels) or 1, form, **record["head"]
-            )
-            table = Embeddings(encoder.config, encoder.vocab_size)
-            model = heads.TaskModel(Encoder(encoder.config, table), head)
+            head = heads.build_head(task.kind, c, outputs, form, **record["head"])
+            model = heads.TaskModel(Encoder(c, Embeddings(c, encoder.vocab_size)), head)
         model.load_state_dict(tensors, assign=True)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CorruptError(
-            f"The record does not fit the model: {type(error).__name__}: {error}.",
-            where=str(path / "electra.json"),
-            fix="get the directory again, or fine-tune again",
-        ) from error
+        what = f"The record does not fit the model: {type(error).__name__}: {error}."
+        fix = "get the directory again, or fine-tune again"
+        raise CorruptError(what, where=place, fix=fix) from error
     return FineTuned(model.eval(), task, form, encoder.tokenizer, length, results)
 
 
@@ -600,20 +556,15 @@ def _read_record(directory: Path) -> dict[str, Any]:
     record = read_settings_file(place) if place.is_file() else {}
     files = record.get("files")
     if record.get("format") != 1 or not isinstance(files, dict):
-        raise ElectraError(
-            "This is no fine-tuned model: there is no electra.json that lists its files.",
-            where=str(directory),
-            fix="give a run of `electra finetune`, or the folder model in it",
-        )
+        what = "This is no fine-tuned model: there is no electra.json that lists its files."
+        fix = "give a run of `electra finetune`, or the folder model in it"
+        raise ElectraError(what, where=str(directory), fix=fix)
     needed = {"config.json", "model.safetensors", "head.safetensors", "tokenizer.json", *files}
     for file in (directory / Path(name).name for name in sorted(needed)):
         if not file.is_file() or xxh3_file(file) != files.get(file.name):
-            raise CorruptError(
-                "The file is not the one that was written.",
-                where=str(file),
-                fix="get the directory again; without its electra.json it is a plain directory of "
-                "transformers, of which `load_encoder` reads the encoder",
-            )
+            what = "The file is not the one that was written."
+            fix = "get the directory again; without electra.json its encoder alone can be read"
+            raise CorruptError(what, where=str(file), fix=fix)
     return record
 
 
@@ -631,19 +582,14 @@ def _load(path: Path, *, with_heads: bool) -> Pretrained:
         if any((directories[0] / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
             tokenizer = Tokenizer.load(directories[0])
     else:
-        raise ElectraError(
-            "This is no model: there is no config.json, neither here nor in the folders "
-            "discriminator and generator.",
-            where=str(path),
-            fix="give a run, an export, or a directory written by transformers' save_pretrained",
-        )
+        what = "This is no model: no config.json, neither here nor in discriminator and generator."
+        fix = "give a run, an export, or a directory written by transformers' save_pretrained"
+        raise ElectraError(what, where=str(path), fix=fix)
     smallest = min(network.vocab_size for network in networks)
     if tokenizer is not None and tokenizer.vocab_size > smallest:
-        raise ElectraError(
-            f"The tokenizer has {tokenizer.vocab_size} tokens, the model embeds only {smallest}.",
-            where=str(path),
-            fix="use the tokenizer the model was trained with",
-        )
+        what = f"The tokenizer has {tokenizer.vocab_size} tokens, the model embeds only {smallest}."
+        fix = "use the tokenizer the model was trained with"
+        raise ElectraError(what, where=str(path), fix=fix)
     found = {network.kind: network for network in networks}
     return Pretrained(path, found.get("discriminator"), found.get("generator"), tokenizer)
 
@@ -655,57 +601,48 @@ def load_discriminator(path: Path) -> tuple[Encoder, DiscriminatorHead, Tokenize
 
 
 def load_generator(path: Path) -> tuple[Encoder, GeneratorHead, Tokenizer]:
-    """Encoder, head and tokenizer, ready for inference; `path` as for `load_pretrained`."""
+    """As `load_discriminator`."""
     pretrained = load_pretrained(path)
     return *build_generator(pretrained.network("generator")), pretrained.needed_tokenizer()
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _read_tensors(path: Path) -> Tensors:
     try:
         return {name: tensor.float() for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
-        raise ElectraError(
-            f"The weights cannot be read: {error}.",
-            where=str(path),
-            fix="get the file again; a pickle (*.bin) is never read, because it can run any code: "
-            "if you trust it, let transformers' save_pretrained write model.safetensors",
-        ) from error
+        fix = "get the file again; a pickle (*.bin) is never read: let transformers save it anew"
+        what = f"The weights cannot be read: {error}."
+        raise ElectraError(what, where=str(path), fix=fix) from error
 
 
 def _read_network(directory: Path, *, with_heads: bool) -> Network:
     """The one network of a transformers directory; its tensors tell which one it is."""
     config, vocab_size = _read_config(directory / "config.json")
-    path = directory / "model.safetensors"
-    given = _read_tensors(path)
-    kind: Kind = "discriminator"
-    if any(name.startswith("generator_") for name in given):
-        kind = "generator"
+    given = _read_tensors(directory / "model.safetensors")
+    kind: Kind = "generator" if _part(given, "generator_") else "discriminator"
     table = given.pop(_TABLE, None)
     # What our writer makes of an empty network is what has to be there.
     empty = _empty(kind, config, vocab_size, "dense").state_dict()
     if not with_heads:
-        empty = {name: t for name, t in empty.items() if name.startswith("encoder.")}
-        has_prefix = any(name.startswith("electra.") for name in given)  # ElectraModel has none
-        given = {name if has_prefix else f"electra.{name}": t for name, t in given.items()}
-        given = {name: t for name, t in given.items() if name.startswith("electra.")}
+        empty = _part(empty, "encoder.")
+        if not _part(given, "electra."):  # ElectraModel itself has no prefix
+            given = {f"electra.{name}": t for name, t in given.items()}
+        given = _part(given, "electra.")
     given = {name: t for name, t in given.items() if name not in _BUFFERS}
     expected = to_transformers(Network(kind, config, vocab_size, empty))
     problems = [f"missing: {name}" for name in expected if name not in given]
     problems += [f"unknown: {name}" for name in given if name not in expected]
-    problems += [
-        f"{name} has shape {tuple(given[name].shape)}, config.json says {tuple(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in given and given[name].shape != tensor.shape
-    ]
+    for name, tensor in expected.items():
+        found, wanted = tuple(given.get(name, tensor).shape), tuple(tensor.shape)
+        if found != wanted:
+            problems.append(f"{name} has shape {found}, config.json says {wanted}")
     if table is not None and not torch.equal(table, given.get(_WORDS, table)):
         problems.append(f"{_TABLE} differs from the word embeddings, which have to be tied to it")
     if problems:
-        raise ElectraError(
-            f"The tensors do not fit; {', '.join(problems[:9])}.",
-            where=str(path),
-            fix="give config.json and model.safetensors of one and the same ElectraForPreTraining "
-            "or ElectraForMaskedLM",
-        )
+        what = f"The tensors do not fit; {', '.join(problems[:9])}."
+        files = "config.json and model.safetensors"
+        fix = f"give {files} of one and the same ElectraForPreTraining or ElectraForMaskedLM"
+        raise ElectraError(what, where=str(directory / "model.safetensors"), fix=fix)
     tensors = {name: torch.cat([given[part] for part in _names(kind, name)]) for name in empty}
     tensors = _without_dense_head(tensors) if with_heads else tensors
     return Network(kind, config, vocab_size, tensors)
@@ -719,11 +656,10 @@ def _read_config(path: Path) -> tuple[EncoderConfig, int]:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         wrong.append("vocab_size")
     if wrong:
-        raise ElectraError(
-            f"This is no ELECTRA model: {', '.join(f'{key} is {values[key]!r}' for key in wrong)}.",
-            where=str(path),
-            fix=f"only models with {_FIXED} can be read",
+        what = (
+            f"This is no ELECTRA model: {', '.join(f'{key} is {values[key]!r}' for key in wrong)}."
         )
+        raise ElectraError(what, where=str(path), fix=f"only models with {_FIXED} can be read")
     given = {ours: values[theirs] for ours, theirs in _FIELDS.items() if theirs in values}
     try:
         return from_dict(EncoderConfig, given, where="encoder"), vocab_size
@@ -758,8 +694,9 @@ def config_of(pretrained: Pretrained, base: PretrainConfig) -> PretrainConfig:
 
 def _sharing(d: Network, g: Network) -> Sharing:
     """The closest sharing under which the tensors could have been trained."""
-    encoder = {name for name in d.tensors.keys() & g.tensors.keys() if name.startswith("encoder.")}
-    apart = [name for name in encoder if not torch.equal(d.tensors[name], g.tensors[name])]
+    theirs = _part(g.tensors, "encoder.")
+    both = theirs.keys() & d.tensors.keys()
+    apart = [name for name in both if not torch.equal(d.tensors[name], theirs[name])]
     if not apart and d.config == g.config:
         return "all"
     return "none" if any("embeddings" in name for name in apart) else "embeddings"
@@ -781,16 +718,11 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
             notes.append(f"{pretrained.path} holds no {fresh.kind}: it starts from new weights")
             continue
         facts, asked = _facts(network), _facts(fresh)
-        wrong = [
-            f"{key} is {facts[key]}, not {asked[key]}" for key in asked if facts[key] != asked[key]
-        ]
+        wrong = [f"{k} is {facts[k]}, not {asked[k]}" for k in asked if facts[k] != asked[k]]
         if wrong:
-            raise ElectraError(
-                f"The {fresh.kind} does not fit the settings: {', '.join(wrong)}.",
-                where=str(pretrained.path),
-                fix="prepare the corpus with the model's own tokenizer, and leave out the sizes of "
-                "encoder and generator and objective.disc_head: they are taken from the model",
-            )
+            what = f"The {fresh.kind} does not fit the settings: {', '.join(wrong)}."
+            fix = "use the model's own tokenizer, and leave out its sizes: they are taken from it"
+            raise ElectraError(what, where=str(pretrained.path), fix=fix)
     pairs, d, g = _pairs(objective), pretrained.discriminator, pretrained.generator
     if g is not None:
         pairs["generator"].load_state_dict(g.tensors)
@@ -815,15 +747,11 @@ def _facts(network: Network) -> dict[str, Any]:
 
 def _require(condition: bool, what: str) -> None:
     if not condition:
-        raise CorruptError(
-            f"The export was not kept: {what}.",
-            fix="this is a bug or a broken disk; please report it with this message",
-        )
+        fix = "this is a bug or a broken disk; please report it with this message"
+        raise CorruptError(f"The export was not kept: {what}.", fix=fix)
 
 
-def _require_same(
-    read: dict[str, Tensor], written: dict[str, Tensor], is_same: bool, what: str
-) -> None:
+def _require_same(read: Tensors, written: Tensors, is_same: bool, what: str) -> None:
     is_same = is_same and read.keys() == written.keys()
     is_same = is_same and all(torch.equal(read[name], t) for name, t in written.items())
     _require(is_same, f"the {what} reads back otherwise")
@@ -832,20 +760,16 @@ def _require_same(
 def _logits(network: Network, model: Any, x: Tensor, segment: Tensor, mask: Tensor) -> Tensor:
     """What the class of transformers gives, by our own modules."""
     h, head = model.encoder(x, segment, mask, None), model.head
-    if network.kind in ("classification", "regression"):
+    if network.kind in ("classification", "regression", "tagging"):
         return head.logits(h, None)
     if network.kind == "qa":
-        return torch.stack(head.logits(h), -1)[mask]
-    if network.kind == "tagging":
-        return head.logits(h, None)[mask]
+        return torch.stack(head.logits(h), -1)
     table = (model.encoder.embeddings.word.weight,) if network.kind == "generator" else ()
-    return h[mask] if network.kind == "encoder" else head(h[mask], *table)
+    return h if network.kind == "encoder" else head(h, *table)
 
 
 @torch.no_grad()
-def _compare(
-    directory: Path, network: Network, model: nn.Module, tokenizer: Tokenizer
-) -> list[float]:
+def _compare(directory: Path, network: Network, model: Any, tokenizer: Tokenizer) -> list[float]:
     """[largest difference of logits]; raises if it, or a single token id, is wrong.
 
     transformers is a second opinion: nothing where it is not installed, or not for this torch.
@@ -877,10 +801,8 @@ def _compare(
     output = other.eval()(**given)
     logits = torch.stack(output.to_tuple()[:2], -1) if network.kind == "qa" else output[0]
     if network.kind not in ("classification", "regression"):
-        logits = logits[mask]
+        ours, logits = ours[mask], logits[mask]
     difference = float((ours - logits).abs().max())
-    _require(
-        difference <= _TOLERANCE * max(1.0, float(ours.abs().max())),
-        f"the {network.kind}'s logits differ by {difference:.1e} in transformers",
-    )
+    is_close = difference <= _TOLERANCE * max(1.0, float(ours.abs().max()))
+    _require(is_close, f"the {network.kind}'s logits differ by {difference:.1e} in transformers")
     return [difference]

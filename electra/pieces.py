@@ -14,9 +14,10 @@ from __future__ import annotations
 import itertools
 import random
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -53,8 +54,7 @@ class Counts:
         return Counts(*(mine + theirs for mine, theirs in pairs))
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive documents of one part, the unit of work."""
 
     part: Part
@@ -63,10 +63,10 @@ class Piece:
     """Lines joined by a line end, documents by a blank line."""
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltPiece:
+class BuiltPiece(NamedTuple):
     """A piece as it goes to disk."""
 
+    part: Part
     tokens: bytes
     examples: bytes
     counts: Counts
@@ -101,9 +101,8 @@ class PieceBuilder:
         source = np.append(ids, np.array([self.tokenizer.cls_id, self.tokenizer.sep_id], np.uint32))
         cls, sep = (len(ids), len(ids) + 1), (len(ids) + 1, len(ids) + 2)
         spans, borders = list[Span](), [0]  # borders: where in `spans` each segment ends
-        for first, second in self.build(
-            lengths.tolist(), document_ends, self.max_length, rng, self.short_percent
-        ):
+        settings = self.max_length, rng, self.short_percent
+        for first, second in self.build(lengths.tolist(), document_ends, *settings):
             spans += [cls, *first, sep]
             borders.append(len(spans))
             if second:
@@ -122,9 +121,8 @@ class PieceBuilder:
             examples=len(examples),
             stored=len(tokens),
         )
-        return BuiltPiece(
-            tokens.astype(self.dtype).tobytes(), examples.astype("<u2").tobytes(), counts
-        )
+        stored = tokens.astype(self.dtype).tobytes()
+        return BuiltPiece(piece.part, stored, examples.astype("<u2").tobytes(), counts)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -133,25 +131,22 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 def cut_pieces(documents: Iterator[tuple[Part, Sequence[str]]], size: int) -> Iterator[Piece]:
     """Whole documents in pieces of at least `size` characters, numbered within each part."""
-    numbers: dict[Part, int] = dict.fromkeys(PARTS, 0)
     waiting: dict[Part, list[str]] = {part: [] for part in PARTS}
-    waiting_size: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    sizes, numbers = Counter[Part](), Counter[Part]()
 
     def cut(part: Part) -> Piece:
         piece = Piece(part, numbers[part], "\n\n".join(waiting[part]))
+        waiting[part], sizes[part] = [], 0
         numbers[part] += 1
-        waiting[part], waiting_size[part] = [], 0
         return piece
 
     for part, lines in documents:
         text = "\n".join(lines)
         waiting[part].append(text)
-        waiting_size[part] += len(text)
-        if waiting_size[part] >= size:
+        sizes[part] += len(text)
+        if sizes[part] >= size:
             yield cut(part)
-    for part in numbers:
-        if waiting[part]:
-            yield cut(part)
+    yield from (cut(part) for part in PARTS if waiting[part])
 
 
 def divide(
@@ -163,27 +158,22 @@ def divide(
     without reading ahead: the first document is always trained on and the second is always held
     out. A lone document is divided instead: its last lines are held out.
     """
-    if percent == 0:
-        for document in documents:
-            yield "train", document.lines
-        return
-    first = next(documents)
-    second = next(documents, None)
-    if second is None:
-        lines = first.lines
+    start = list(itertools.islice(documents, 2))
+    if percent and len(start) == 1:
+        lines = start[0].lines
         if len(lines) < 2:
-            raise ElectraError(
-                "The text is a single line, from which nothing can be held out.",
-                where=f"{first.file}, line {first.line}",
-                fix="write one sentence or paragraph per line, or set held_out_percent to 0",
-            )
+            what = "The text is a single line, from which nothing can be held out."
+            fix = "write one sentence or paragraph per line, or set held_out_percent to 0"
+            raise ElectraError(what, where=f"{start[0].file}, line {start[0].line}", fix=fix)
         kept = len(lines) - max(1, round(len(lines) * percent / 100))
         yield "train", lines[:kept]
         yield "held-out", lines[kept:]
         return
-    for number, document in enumerate(itertools.chain((first, second), documents)):
-        by_hash = number > 1 and draw(seed, "held-out", number) < percent / 100
-        yield "held-out" if number == 1 or by_hash else "train", document.lines
+    for number, document in enumerate(itertools.chain(start, documents)):
+        is_held_out = percent > 0 and (
+            number == 1 or (number > 1 and draw(seed, "held-out", number) < percent / 100)
+        )
+        yield "held-out" if is_held_out else "train", document.lines
 
 
 def segments(
@@ -237,6 +227,7 @@ def _share_out(lines: list[Span], target: int, max_length: int, rng: random.Rand
 
 
 def _trim(spans: list[Span], limit: int) -> list[Span]:
+    """The first `limit` tokens of the spans."""
     kept = list[Span]()
     for start, stop in spans:
         stop = min(stop, start + limit)

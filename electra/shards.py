@@ -15,7 +15,6 @@ every file; nothing is read that does not match it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CorruptError, ElectraError
-from .files import json_bytes, xxh3_file
+from .files import json_sha256, xxh3_file
 from .pieces import PARTS, Counts, Part, token_dtype
 
 FORMAT = 1
@@ -48,25 +47,18 @@ class Corpus:
     def open(cls, path: Path, *, verify: bool = True) -> Corpus:
         """Checks names and sizes of all files and, with `verify`, every byte of them."""
         path = Path(path)
-        where = path / "manifest.json"
         try:
-            manifest = Manifest.from_dict(json.loads(where.read_bytes()))
+            manifest = Manifest.from_dict(json.loads((path / "manifest.json").read_bytes()))
         except OSError as error:
-            unfinished = (path / "progress.json").exists()
-            raise ElectraError(
-                "The corpus is not complete." if unfinished else "There is no corpus here.",
-                where=str(path),
-                fix="give the same `prepare` command again" if unfinished else "check the path",
-            ) from error
+            what, fix = "There is no corpus here.", "check the path"
+            if (path / "progress.json").exists():
+                what, fix = "The corpus is not complete.", "give the same `prepare` command again"
+            raise ElectraError(what, where=str(path), fix=fix) from error
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(
-                f"The manifest cannot be trusted: {error}.",
-                where=str(where),
-                fix="prepare the corpus again, or copy it again",
-            ) from error
-        for shard in manifest.shards:
-            for file in (shard.tokens, shard.examples):
-                check_file(path, file, verify=verify)
+            what = f"The manifest cannot be trusted: {error}."
+            raise _corrupt(what, path / "manifest.json") from error
+        for file in (file for shard in manifest.shards for file in shard.files):
+            check_file(path, file, verify=verify)
         for file in manifest.tokenizer_files:
             check_file(path / "tokenizer", file, verify=verify)
         return cls(path, manifest)
@@ -74,7 +66,6 @@ class Corpus:
 
 def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
     path = directory / file.name
-    problem = ""
     if Path(file.name).name != file.name or file.name in ("", ".", ".."):
         problem = "its name is not a plain file name"
     elif not path.is_file():
@@ -83,20 +74,20 @@ def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
         problem = f"it has {path.stat().st_size:,} bytes instead of {file.size:,}"
     elif verify and xxh3_file(path) != file.xxh3:
         problem = "its checksum is wrong"
-    if problem:
-        raise CorruptError(
-            f"The file is not what was written: {problem}.",
-            where=str(path),
-            fix="prepare the corpus again, or copy it again",
-        )
+    else:
+        return
+    raise _corrupt(f"The file is not what was written: {problem}.", path)
+
+
+def _corrupt(what: str, where: Path) -> CorruptError:
+    return CorruptError(what, where=str(where), fix="prepare the corpus again, or copy it again")
 
 
 class Examples:
     """The examples of one part. Tokens stay on disk (memory-mapped) until they are asked for."""
 
     def __init__(self, path: Path, manifest: Manifest, part: Part) -> None:
-        shards = [shard for shard in manifest.shards if shard.part == part]
-        shards = [shard for shard in shards if shard.counts.examples]
+        shards = [s for s in manifest.shards if s.part == part and s.counts.examples]
         self.tokens_dtype = token_dtype(manifest.vocab_size)
         self.sequence_length: int = manifest.settings["sequence_length"]
         self.pad_id = manifest.special_ids["pad"]
@@ -109,14 +100,9 @@ class Examples:
         np.cumsum(self.lengths, out=self.offsets[1:])
         self._tokens = [_map(path / shard.tokens.name, self.tokens_dtype) for shard in shards]
         self._first_token = np.cumsum([0] + [len(tokens) for tokens in self._tokens])
-        fits = self.offsets[-1] == self._first_token[-1]
-        fits = fits and np.all(self.splits <= self.lengths)
-        if not (fits and np.all(self.lengths <= self.sequence_length)):
-            raise CorruptError(
-                f"The examples of '{part}' do not fit its tokens.",
-                where=str(path),
-                fix="prepare the corpus again, or copy it again",
-            )
+        fits = (self.splits <= self.lengths) & (self.lengths <= self.sequence_length)
+        if self.offsets[-1] != self._first_token[-1] or not fits.all():
+            raise _corrupt(f"The examples of '{part}' do not fit its tokens.", path)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -169,6 +155,19 @@ class Shard:
     tokens: FileSum
     examples: FileSum
 
+    @property
+    def files(self) -> tuple[FileSum, FileSum]:
+        return self.tokens, self.examples
+
+    @classmethod
+    def from_dict(cls, stored: dict[str, Any]) -> Shard:
+        """Raises KeyError, TypeError or ValueError if this is no shard."""
+        if stored["part"] not in PARTS:
+            raise ValueError(f"unknown part {stored['part']}")
+        counts, tokens = Counts(**stored["counts"]), FileSum(**stored["tokens"])
+        examples = FileSum(**stored["examples"])
+        return cls(stored["part"], stored["pieces"], counts, tokens, examples)
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -187,14 +186,9 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of what determines the content: equal wherever and whenever it was prepared."""
-        files = [asdict(file) for shard in self.shards for file in (shard.tokens, shard.examples)]
-        content = {
-            "format": self.format,
-            "settings": self.settings,
-            "tokenizer": self.tokenizer_hash,
-            "files": files,
-        }
-        return hashlib.sha256(json_bytes(content)).hexdigest()
+        files = [asdict(file) for shard in self.shards for file in shard.files]
+        content = {"format": self.format, "settings": self.settings, "files": files}
+        return json_sha256({**content, "tokenizer": self.tokenizer_hash})
 
     def counts(self, part: Part) -> Counts:
         return sum((shard.counts for shard in self.shards if shard.part == part), Counts())
@@ -224,33 +218,16 @@ class Manifest:
             for part in PARTS
         }
         content = {**asdict(self), "parts": parts, "fingerprint": self.fingerprint}
-        return {**content, "checksum": _checksum(content)}
+        return {**content, "checksum": json_sha256(content)}
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Manifest:
         """Raises KeyError, TypeError or ValueError if this is not exactly what was written."""
         if stored["format"] != FORMAT:
             raise ValueError(f"its format is {stored['format']}, and {FORMAT} is known here")
-        if stored["checksum"] != _checksum({k: v for k, v in stored.items() if k != "checksum"}):
+        if stored["checksum"] != json_sha256({k: stored[k] for k in stored.keys() - {"checksum"}}):
             raise ValueError("its checksum is wrong")
         values = {field.name: stored[field.name] for field in fields(cls)}
         values["tokenizer_files"] = tuple(FileSum(**file) for file in stored["tokenizer_files"])
-        values["shards"] = tuple(shard_from_dict(shard) for shard in stored["shards"])
+        values["shards"] = tuple(map(Shard.from_dict, stored["shards"]))
         return cls(**values)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json_bytes(content)).hexdigest()
-
-
-def shard_from_dict(stored: dict[str, Any]) -> Shard:
-    shard = Shard(
-        part=stored["part"],
-        pieces=stored["pieces"],
-        counts=Counts(**stored["counts"]),
-        tokens=FileSum(**stored["tokens"]),
-        examples=FileSum(**stored["examples"]),
-    )
-    if shard.part not in PARTS:
-        raise ValueError(f"unknown part {shard.part}")
-    return shard

@@ -40,9 +40,10 @@ import lzma
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -54,21 +55,25 @@ MAX_ROW = 1 << 26  # characters of one JSON row, which can only be parsed whole
 _BLOCK = 1 << 20  # bytes
 
 _FORMATS = {
-    "": "plain",
-    ".txt": "plain",
-    ".text": "plain",
-    ".md": "plain",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
+    **dict.fromkeys(("", ".txt", ".text", ".md"), "plain"),
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     ".parquet": "parquet",
 }
-_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_BYTE_ORDER_MARKS = {  # UTF-32 first: its little-endian mark begins with that of UTF-16
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
+
+
+def _open_zstd(path: Path) -> BinaryIO:
+    # Arrow's reader rather than that of `zstandard`, which takes a truncated file for a whole.
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
+
+
+_OPEN: dict[str, Callable[[Path], Any]] = {  # by the suffix that says the compression
+    "": partial(open, mode="rb"),
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
 }
 
 
@@ -101,9 +106,6 @@ class TextStats:
     long_lines_cut: int = 0
     long_documents_cut: int = 0
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     """The files behind paths, directories and globs: sorted, each file once, all of them regular.
@@ -111,24 +113,23 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     A directory stands for the files below it whose suffix is known; hidden ones are left out. A
     file that is named outright must have a known suffix or none.
     """
-    found: set[Path] = set()
+    found: list[Path] = []
     for given in inputs:
-        path = Path(given)
-        if not os.path.lexists(path) and glob.has_magic(str(given)):
-            matches = [Path(match) for match in glob.glob(str(given), recursive=True)]
-            if not matches:
-                raise ElectraError(
-                    "No file matches the pattern.", where=str(given), fix="check the pattern"
-                )
-        else:
-            matches = [path]
+        is_pattern = glob.has_magic(str(given)) and not os.path.lexists(given)
+        matches = glob.glob(str(given), recursive=True) if is_pattern else [given]
+        if not matches:
+            raise _error("No file matches the pattern.", given, "check the pattern")
         for match in matches:
-            found.update(_files_of(match))
+            files = list(_files_of(Path(match)))
+            if not files:
+                fix = f"known suffixes are {_suffixes()}; name files without a suffix one by one"
+                raise _error("The directory holds no text file.", match, fix)
+            found += files
     if not found:
-        raise ElectraError("No input was given.", fix="name at least one text file or directory")
+        raise _error("No input was given.", "", "name at least one text file or directory")
     unique: dict[tuple[int, int], Path] = {}
     for path in sorted(found, key=str):
-        status = _status(path)
+        status = file_status(path)
         unique.setdefault((status.st_dev, status.st_ino), path)
     return list(unique.values())
 
@@ -143,122 +144,82 @@ def read_documents(
     """
     last: Path | None = None
     for path in paths:
-        before = _status(path)
-        documents = stats.documents
-        yield from _assemble(path, _numbered_lines(path, column, stats), stats)
-        after = _status(path)
+        before, documents = file_status(path), stats.documents
+        yield from _assemble(path, _document_lines(path, column, stats), stats)
+        after = file_status(path)
         if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise ElectraError(
-                "The file changed while it was read.",
-                where=str(path),
-                fix="wait until whatever writes it is done, then give the same command again",
-            )
+            fix = "wait until whatever writes it is done, then give the same command again"
+            raise _error("The file changed while it was read.", path, fix)
         stats.files += 1
         stats.empty_files += stats.documents == documents
         last = path
     if stats.documents == 0:
-        more = f" and {stats.files - 1} other files" if stats.files > 1 else ""
-        raise ElectraError(
-            "There is no text: only empty files and blank lines.",
-            where=f"{last}{more}",
-            fix="check that these are the right files",
-        )
+        where = f"{last} and {stats.files - 1} other files" if stats.files > 1 else last
+        what = "There is no text: only empty files and blank lines."
+        raise _error(what, where, "check that these are the right files")
+
+
+def _error(what: str, where: object, fix: str) -> ElectraError:
+    return ElectraError(what, where=str(where), fix=fix)
+
+
+# ---------------------------------------------------------------- files
 
 
 def _files_of(path: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
-    status = _status(path)
+    status = file_status(path)
+    here = (status.st_dev, status.st_ino)
     if stat.S_ISREG(status.st_mode):
         _format_of(path)
         yield path
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        raise ElectraError(
-            "This is a pipe, socket or device, not a file.",
-            where=str(path),
-            fix="write the text to a file first: it is read more than once",
-        )
-    here = (status.st_dev, status.st_ino)
-    if here in above:
-        raise ElectraError(
-            "A symbolic link leads back to a directory above it.",
-            where=str(path),
-            fix="remove the link, or name the files themselves",
-        )
-    found = False
-    for entry in sorted(os.listdir(path)):
-        child = path / entry
-        if entry.startswith("."):
-            continue
-        if stat.S_ISDIR(_status(child).st_mode):
-            files = list(_files_of(child, (*above, here)))
-        elif _known_suffix(child):
-            files = list(_files_of(child))
-        else:
-            continue
-        found |= bool(files)
-        yield from files
-    if not found and not above:
-        raise ElectraError(
-            "The directory holds no text file.",
-            where=str(path),
-            fix=f"known suffixes are {_suffixes()}; name files without a suffix one by one",
-        )
+    elif not stat.S_ISDIR(status.st_mode):
+        fix = "write the text to a file first: it is read more than once"
+        raise _error("This is a pipe, socket or device, not a file.", path, fix)
+    elif here in above:
+        fix = "remove the link, or name the files themselves"
+        raise _error("A symbolic link leads back to a directory above it.", path, fix)
+    else:
+        for name in sorted(os.listdir(path)):
+            suffix, child = split_suffix(Path(name))[0], path / name
+            is_known = suffix != "" and suffix in _FORMATS
+            if not name.startswith(".") and (is_known or os.path.isdir(child)):
+                yield from _files_of(child, (*above, here))
 
 
-def _status(path: Path) -> os.stat_result:
+def file_status(path: Path) -> os.stat_result:
+    """What the system knows of a file; raises an ElectraError if there is none."""
     try:
         return os.stat(path)
     except OSError as error:
-        raise ElectraError(
-            f"Cannot open: {error.strerror or error}.", where=str(path), fix="check the path"
-        ) from error
+        raise _error(f"Cannot open: {error.strerror or error}.", path, "check the path") from error
 
 
-def _split_suffix(path: Path) -> tuple[str, str]:
-    """The suffixes that say format and compression, in lower case."""
+def split_suffix(path: Path) -> tuple[str, str]:
+    """The suffixes that say format and compression, in lower case; either can be empty."""
     name = Path(path.name.lower())
-    compression = name.suffix if name.suffix in _COMPRESSIONS else ""
-    return Path(name.stem).suffix if compression else name.suffix, compression
-
-
-def _known_suffix(path: Path) -> bool:
-    suffix, _ = _split_suffix(path)
-    return bool(suffix) and suffix in _FORMATS
+    return (Path(name.stem).suffix, name.suffix) if name.suffix in _OPEN else (name.suffix, "")
 
 
 def _suffixes() -> str:
-    formats = " ".join(suffix for suffix in _FORMATS if suffix)
-    return f"{formats}, each also with {' '.join(_COMPRESSIONS)}"
+    formats, compressions = (" ".join(filter(None, names)) for names in (_FORMATS, _OPEN))
+    return f"{formats}, each also with {compressions}"
 
 
-def _format_of(path: Path) -> tuple[str, str]:
-    suffix, compression = _split_suffix(path)
+def _format_of(path: Path) -> str:
+    suffix, compression = split_suffix(path)
     if suffix not in _FORMATS:
-        raise ElectraError(
-            f"The format of '{suffix}' files is not known.",
-            where=str(path),
-            fix=f"rename or convert it; known suffixes are {_suffixes()}",
-        )
+        fix = f"rename or convert it; known suffixes are {_suffixes()}"
+        raise _error(f"The format of '{suffix}' files is not known.", path, fix)
     if suffix == ".parquet" and compression:
-        raise ElectraError(
-            "A Parquet file cannot be read through an outer compression.",
-            where=str(path),
-            fix=f"decompress it: Parquet compresses inside, '{compression}' around it gains little",
-        )
-    return _FORMATS[suffix], compression
+        fix = f"decompress it: Parquet compresses inside, '{compression}' around it gains little"
+        raise _error("A Parquet file cannot be read through an outer compression.", path, fix)
+    return _FORMATS[suffix]
 
+
+# ---------------------------------------------------------------- documents
 
 # Every format becomes one stream of (line number, line), in which an empty line ends a document.
 _Lines = Iterator[tuple[int, str]]
-
-
-def _numbered_lines(path: Path, column: str, stats: TextStats) -> _Lines:
-    kind, compression = _format_of(path)
-    if kind == "parquet":
-        return _parquet_lines(path, column, stats)
-    if kind == "json":
-        return _json_lines(path, compression, column, stats)
-    return _plain_lines(path, compression, stats)
 
 
 def _assemble(path: Path, lines: _Lines, stats: TextStats) -> Iterator[Document]:
@@ -284,37 +245,35 @@ def _assemble(path: Path, lines: _Lines, stats: TextStats) -> Iterator[Document]
         yield document()
 
 
-def _plain_lines(path: Path, compression: str, stats: TextStats) -> _Lines:
-    for number, line in _decoded_lines(path, compression, stats, cut=True):
+def _document_lines(path: Path, column: str, stats: TextStats) -> _Lines:
+    kind = _format_of(path)
+    if kind == "parquet":
+        yield from _parquet_lines(path, column, stats)
+        return
+    for number, line in read_lines(path, stats, cut=kind == "plain"):
         if line.isspace() or not line:
             stats.blank_lines += 1
             line = ""
-        yield number, line
+        if kind == "plain":
+            yield number, line
+        elif line:
+            yield from _json_lines(line, number, column, f"{path}, line {number}", stats)
 
 
-def _json_lines(path: Path, compression: str, column: str, stats: TextStats) -> _Lines:
-    for number, row in _decoded_lines(path, compression, stats, cut=False):
-        where = f"{path}, line {number}"
-        if row.isspace() or not row:
-            stats.blank_lines += 1
-            continue
-        try:
-            fields = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise ElectraError(
-                f"Broken JSON: {error}.", where=where + at, fix="write one JSON object per line"
-            ) from error
-        if not isinstance(fields, dict):
-            raise ElectraError(
-                f"The row is a JSON {type(fields).__name__}, not an object.",
-                where=where,
-                fix=f'write rows such as {{"{column}": "..."}}',
-            )
-        fields = cast(dict[str, Any], fields)
-        if column not in fields:
-            raise _missing_column(column, fields, where)
-        yield from _row_lines(number, fields[column], column, where, stats)
+def _json_lines(row: str, number: int, column: str, where: str, stats: TextStats) -> _Lines:
+    try:
+        fields = json.loads(row)
+    except (ValueError, RecursionError) as error:
+        at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        fix = "write one JSON object per line"
+        raise _error(f"Broken JSON: {error}.", where + at, fix) from error
+    if not isinstance(fields, dict):
+        what = f"The row is a JSON {type(fields).__name__}, not an object."
+        raise _error(what, where, f'write rows such as {{"{column}": "..."}}')
+    fields = cast(dict[str, Any], fields)
+    if column not in fields:
+        raise _missing_column(column, fields, where)
+    return _row_lines(number, fields[column], column, where, stats)
 
 
 def _parquet_lines(path: Path, column: str, stats: TextStats) -> _Lines:
@@ -327,7 +286,7 @@ def _parquet_lines(path: Path, column: str, stats: TextStats) -> _Lines:
         with parquet.ParquetFile(path, buffer_size=_BLOCK, pre_buffer=False) as file:
             schema = file.schema_arrow
             if column not in schema.names:
-                raise _missing_column(column, schema.names, str(path))
+                raise _missing_column(column, schema.names, path)
             for batch in file.iter_batches(batch_size=64, columns=[column]):
                 for value in batch.column(0):
                     number += 1
@@ -336,37 +295,33 @@ def _parquet_lines(path: Path, column: str, stats: TextStats) -> _Lines:
                         stats.bytes += len(line.encode())
                         yield row, line
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ElectraError(
-            f"The Parquet file cannot be read: {error}.",
-            where=f"{path}, row {number + 1}",
-            fix="the file is damaged or not Parquet; copy or write it again",
-        ) from error
+        what, where = f"The Parquet file cannot be read: {error}.", f"{path}, row {number + 1}"
+        fix = "the file is damaged or not Parquet; copy or write it again"
+        raise _error(what, where, fix) from error
+
+
+def _missing_column(column: str, present: Iterable[str], where: object) -> ElectraError:
+    names = ", ".join(sorted(map(str, present))) or "none"
+    what = f"There is no column '{column}'; the columns are: {names}."
+    return _error(what, where, "name the column that holds the text")
 
 
 def _row_lines(number: int, value: object, column: str, where: str, stats: TextStats) -> _Lines:
     """The lines of one row, then an empty one, since a row is a document."""
     if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        raise ElectraError(
-            f"Column '{column}' is {kind} here, not a string.",
-            where=where,
-            fix="remove the row, or write the text into it",
-        )
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ElectraError(
-                "The text holds half of a surrogate pair, which is not a character.",
-                where=f"{where}, character {error.start + 1} of column '{column}'",
-                fix="write the row again as proper UTF-8",
-            ) from error
-    if "\0" in value:
-        stats.nul_removed += value.count("\0")
-        value = value.replace("\0", "")
+        what = f"Column '{column}' is {'null' if value is None else type(value).__name__} here"
+        raise _error(f"{what}, not a string.", where, "remove the row, or write the text into it")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        what = "The text holds half of a surrogate pair, which is not a character."
+        where = f"{where}, character {error.start + 1} of column '{column}'"
+        raise _error(what, where, "write the row again as proper UTF-8") from error
+    stats.nul_removed += value.count("\0")
     stats.carriage_returns += value.count("\r")
     empty = True
-    for line in value.replace("\r\n", "\n").replace("\r", "\n").split("\n"):
+    text = value.replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
+    for line in text.split("\n"):
         if line and not line.isspace():
             empty = False
             for part in _cut(line, stats):
@@ -375,136 +330,94 @@ def _row_lines(number: int, value: object, column: str, where: str, stats: TextS
     yield number, ""
 
 
-def _missing_column(column: str, present: Iterable[str], where: str) -> ElectraError:
-    names = ", ".join(sorted(map(str, present))) or "none"
-    return ElectraError(
-        f"There is no column '{column}'; the columns are: {names}.",
-        where=where,
-        fix="name the column that holds the text",
-    )
+# ---------------------------------------------------------------- lines
 
 
-def _decoded_lines(path: Path, compression: str, stats: TextStats, *, cut: bool) -> _Lines:
-    """Lines of a UTF-8 file; one too long is cut (`cut`) or refused, so the rest stays small."""
+def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False) -> _Lines:
+    """Number and text of each line of a UTF-8 file, which may be compressed.
+
+    So that memory stays flat, a line over MAX_LINE characters comes in parts with `cut`, and one
+    over MAX_ROW is refused without.
+    """
+    stats = stats or TextStats()
     decoder = codecs.getincrementaldecoder("utf-8")()
     number, consumed, rest = 1, 0, ""
+
+    def parts(line: str) -> list[str]:
+        if cut:
+            return _cut(line, stats)
+        if len(line) > MAX_ROW:
+            what, where = f"The row has more than {MAX_ROW:,} characters.", f"{path}, line {number}"
+            raise _error(what, where, "write one JSON object per line, one document per object")
+        return [line]
+
     try:
         # `closing`, since a reader that stops half way must not leave the file open.
-        with closing(_open(path, compression)) as file:
+        with closing(_OPEN[split_suffix(path)[1]](path)) as file:
             for block in _blocks(file):
-                if consumed == 0:
-                    marked = block
-                    block = _without_mark(path, block, stats)
-                    consumed = len(marked) - len(block)
+                is_first = consumed == 0
+                if is_first:
+                    _refuse_other_encodings(path, block)
                 if (nul := block.find(b"\0")) >= 0:
-                    raise _nul_byte(path, number + _line_ends(block[:nul]), consumed + nul)
-                try:
-                    text = decoder.decode(block)
-                except UnicodeDecodeError as error:
-                    raise _not_utf8(path, error, number, consumed + len(block)) from error
+                    what = "A NUL byte: this is a binary file, or text that is not UTF-8."
+                    where = f"line {number + _line_ends(block[:nul])}, byte {consumed + nul}"
+                    fix = "give only text files; to remove stray ones: tr -d '\\000' < OLD > NEW"
+                    raise _error(what, f"{path}, {where}", fix)
                 consumed += len(block)
+                text = decoder.decode(block, final=not block)
+                if is_first and text.startswith("\ufeff"):
+                    stats.byte_order_marks += 1
+                    text = text[1:]
                 if "\r" in text:
                     stats.carriage_returns += text.count("\r")
                     text = text.replace("\r\n", "\n").replace("\r", "\n")
                 *lines, rest = (rest + text).split("\n")
                 for line in lines:
-                    if len(line) <= MAX_LINE:
-                        yield number, line
-                    else:
-                        for part in _long_line(line, path, number, stats, cut):
-                            yield number, part
+                    for part in [line] if len(line) <= MAX_LINE else parts(line):
+                        yield number, part
                     number += 1
                 if len(rest) > MAX_LINE:
-                    *parts, rest = _long_line(rest, path, number, stats, cut)
-                    for part in parts:
+                    *whole, rest = parts(rest)
+                    for part in whole:
                         yield number, part
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        raise ElectraError(
-            f"The file cannot be read to its end: {error}.",
-            where=f"{path}, line {number}",
-            fix="it is damaged or was cut short; copy or download it again",
-        ) from error
-    stats.bytes += consumed
-    try:
-        decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise _not_utf8(path, error, number, consumed) from error
+        before, wrong = error.object[: error.start], error.object[error.start]
+        what = f"The text is not valid UTF-8: byte 0x{wrong:02x}, {error.reason}."
+        offset = consumed - len(error.object) + error.start
+        where = f"{path}, line {number + _line_ends(before)}, byte {offset}"
+        fix = "convert it, for example: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+        raise _error(what, where, fix) from error
+    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+        what, where = f"The file cannot be read to its end: {error}.", f"{path}, line {number}"
+        fix = "it is damaged or was cut short; copy or download it again"
+        raise _error(what, where, fix) from error
+    stats.bytes += consumed
     if rest:
         yield number, rest
 
 
-def _open(path: Path, compression: str) -> BinaryIO:
-    if compression == ".gz":
-        return cast(BinaryIO, gzip.open(path))
-    if compression == ".bz2":
-        return cast(BinaryIO, bz2.open(path))
-    if compression == ".xz":
-        return cast(BinaryIO, lzma.open(path))
-    if compression == ".zst":
-        # Arrow's reader rather than that of `zstandard`, which takes a truncated file for a whole.
-        import pyarrow as pa
-
-        return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
-    return open(path, "rb")
-
-
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """Blocks of a file that never end between CR and LF."""
+    """Blocks of a file, none of which ends between CR and LF; then an empty one."""
     held = b""
     while block := file.read(_BLOCK):
         block = held + block
         held = b"\r" if block.endswith(b"\r") else b""
-        yield block[: len(block) - len(held)]
+        if len(block) > len(held):
+            yield block[: len(block) - len(held)]
     if held:
         yield held
+    yield b""
 
 
-def _without_mark(path: Path, block: bytes, stats: TextStats) -> bytes:
-    if block.startswith(codecs.BOM_UTF8):
-        stats.byte_order_marks += 1
-        return block[len(codecs.BOM_UTF8) :]
-    for mark, name in _BYTE_ORDER_MARKS.items():
-        if block.startswith(mark):
-            raise ElectraError(
-                f"The file is {name}, not UTF-8.",
-                where=str(path),
-                fix=f"convert it: iconv -f {name} -t UTF-8 OLD > NEW",
-            )
-    return block
-
-
-def _nul_byte(path: Path, line: int, offset: int) -> ElectraError:
-    return ElectraError(
-        "A NUL byte: this is a binary file, or text that is not UTF-8.",
-        where=f"{path}, line {line}, byte {offset}",
-        fix="give only text files; stray NUL bytes can be removed with: tr -d '\\000' < OLD > NEW",
-    )
-
-
-def _not_utf8(path: Path, error: UnicodeDecodeError, line: int, end: int) -> ElectraError:
-    offset = end - len(error.object) + error.start
-    value = error.object[error.start]
-    return ElectraError(
-        f"The text is not valid UTF-8: byte 0x{value:02x}, {error.reason}.",
-        where=f"{path}, line {line + _line_ends(error.object[: error.start])}, byte {offset}",
-        fix="convert it, for example: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW",
-    )
+def _refuse_other_encodings(path: Path, block: bytes) -> None:
+    for name in ("UTF-32", "UTF-16"):  # in this order: one mark of UTF-32 begins as one of UTF-16
+        if block.startswith(("\ufeff".encode(f"{name}LE"), "\ufeff".encode(f"{name}BE"))):
+            fix = f"convert it: iconv -f {name} -t UTF-8 OLD > NEW"
+            raise _error(f"The file is {name}, not UTF-8.", path, fix)
 
 
 def _line_ends(data: bytes) -> int:
     return data.count(b"\n") + data.count(b"\r") - data.count(b"\r\n")
-
-
-def _long_line(line: str, path: Path, number: int, stats: TextStats, cut: bool) -> list[str]:
-    if cut:
-        return _cut(line, stats)
-    if len(line) > MAX_ROW:
-        raise ElectraError(
-            f"The row has more than {MAX_ROW:,} characters.",
-            where=f"{path}, line {number}",
-            fix="write one JSON object per line, one document per object",
-        )
-    return [line]
 
 
 def _cut(line: str, stats: TextStats) -> list[str]:

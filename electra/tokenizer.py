@@ -8,28 +8,27 @@ with the same ids. Two things here are not in that library: training is reproduc
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, lru_cache
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from .errors import ElectraError, Stopped
-from .files import json_bytes, write_atomic
-from .text import TextStats, draw, expand_inputs, read_documents
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
+from .files import json_bytes, json_sha256, write_atomic
+from .text import Document, TextStats, draw, expand_inputs, read_documents, split_suffix
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _MAX_WORD = 100  # characters; a longer word is [UNK], as in BERT
+_MAX_CHUNKS = 1 << 22  # distinct ones that are counted at once when a vocabulary is trained
 
 
 class Tokenizer:
@@ -37,29 +36,24 @@ class Tokenizer:
 
     def __init__(self, backend: Backend) -> None:
         """Takes over `backend`; a missing template or decoder is set to BERT's."""
-        for token in SPECIAL_TOKENS:
-            if backend.token_to_id(token) is None:
-                raise ElectraError(
-                    f"The tokenizer has no token {token}.",
-                    fix=f"ELECTRA needs {' '.join(SPECIAL_TOKENS)}; add what is missing",
-                )
-        from tokenizers import decoders, processors
-
+        if missing := [t for t in SPECIAL_TOKENS if backend.token_to_id(t) is None]:
+            what = f"The tokenizer has no token {' '.join(missing)}."
+            raise ElectraError(what, fix=f"ELECTRA needs {' '.join(SPECIAL_TOKENS)}; add them")
+        ids = [cast(int, backend.token_to_id(token)) for token in SPECIAL_TOKENS]
+        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = ids
+        names = [token[1:-1].lower() for token in SPECIAL_TOKENS]
+        self.special_names = dict(zip(names, ids, strict=True))
         backend.no_truncation()
         backend.no_padding()
         if backend.post_processor is None:
-            ends = [(token, backend.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
             backend.post_processor = processors.TemplateProcessing(
                 single="[CLS]:0 $A:0 [SEP]:0",
                 pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-                special_tokens=ends,
+                special_tokens=[("[CLS]", self.cls_id), ("[SEP]", self.sep_id)],
             )
         if backend.decoder is None:
             backend.decoder = decoders.WordPiece()
         self.backend = backend
-        self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = (
-            cast(int, backend.token_to_id(token)) for token in SPECIAL_TOKENS
-        )
 
     @classmethod
     def load(cls, path: str | Path, *, lowercase: bool | None = None) -> Tokenizer:
@@ -72,11 +66,9 @@ class Tokenizer:
         if path.is_dir():
             names = [name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
             if not names:
-                raise ElectraError(
-                    "The directory holds neither tokenizer.json nor vocab.txt.",
-                    where=str(path),
-                    fix="name the tokenizer's own directory or file",
-                )
+                what = "The directory holds neither tokenizer.json nor vocab.txt."
+                fix = "name the tokenizer's own directory or file"
+                raise ElectraError(what, where=str(path), fix=fix)
             path = path / names[0]
         try:
             if path.suffix == ".json":
@@ -86,25 +78,18 @@ class Tokenizer:
         except ElectraError as error:
             raise ElectraError(error.what, where=error.where or str(path), fix=error.fix) from error
         if lowercase is not None and tokenizer.lowercase != lowercase:
-            raise ElectraError(
-                f"lowercase={lowercase} was asked for, but tokenizer.json says "
-                f"lowercase={tokenizer.lowercase}.",
-                where=str(path),
-                fix="leave lowercase away: tokenizer.json is complete without it",
-            )
+            what = f"lowercase={lowercase} was asked for, but tokenizer.json says otherwise."
+            fix = "leave lowercase away: tokenizer.json is complete without it"
+            raise ElectraError(what, where=str(path), fix=fix)
         return tokenizer
 
     @classmethod
     def from_json(cls, text: str) -> Tokenizer:
-        from tokenizers import Tokenizer as Backend
-
         try:
             backend = Backend.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise ElectraError(
-                f"This is not a tokenizer of the tokenizers library: {error}.",
-                fix="write tokenizer.json again",
-            ) from error
+            what = f"This is not a tokenizer of the tokenizers library: {error}."
+            raise ElectraError(what, fix="write tokenizer.json again") from error
         return cls(backend)
 
     def to_json(self) -> str:
@@ -115,20 +100,10 @@ class Tokenizer:
         """Rows that an embedding needs: one more than the highest id."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
-    @property
-    def special_names(self) -> dict[str, int]:
-        """pad, unk, cls, sep and mask to their ids."""
-        ids = (self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id)
-        return dict(zip(("pad", "unk", "cls", "sep", "mask"), ids, strict=True))
-
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        return tuple(sorted(set(self.special_names.values())))
-
     @cached_property
     def hash(self) -> str:
         """SHA-256 of all that decides about ids; the same after saving and loading."""
-        return hashlib.sha256(json_bytes(self._parts)).hexdigest()
+        return json_sha256(self._parts)
 
     @property
     def lowercase(self) -> bool:
@@ -180,9 +155,7 @@ class Tokenizer:
         write_atomic(directory / "tokenizer.json", self.backend.to_str(pretty=True).encode())
         if self._parts["model"]["type"] == "WordPiece":
             tokens = self.decode_tokens(range(self.vocab_size))
-            write_atomic(
-                directory / "vocab.txt", "".join(f"{token}\n" for token in tokens).encode()
-            )
+            write_atomic(directory / "vocab.txt", "".join(f"{t}\n" for t in tokens).encode())
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
@@ -217,7 +190,16 @@ class LineEncoder:
         self._lowercase = tokenizer.lowercase
         self._is_word_local = tokenizer.is_word_local
         self._is_plain = _plain_word(tokenizer)
-        self._pieces = _PieceIds(tokenizer.backend)
+        tokenize = tokenizer.backend.model.tokenize
+
+        @lru_cache(self._MAX_PIECES)
+        def piece_ids(piece: str) -> list[int]:
+            """Of a normalised word without punctuation, or of one punctuation mark."""
+            return [token.id for token in tokenize(piece)]
+
+        self._piece_ids = piece_ids
+        self._numbers: defaultdict[str, int] = defaultdict()
+        self._numbers.default_factory = self._numbers.__len__  # a new word gets the next number
         self._forget()
 
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
@@ -227,8 +209,6 @@ class LineEncoder:
             return _flatten([encoding.ids for encoding in encodings])
         if len(self._numbers) > self._MAX_WORDS or self._characters > self._MAX_CHARACTERS:
             self._forget()
-        if len(self._pieces) > self._MAX_PIECES:
-            self._pieces.clear()
 
         words, ends = list[str](), list[int]()
         text = "\n".join(lines)
@@ -248,15 +228,11 @@ class LineEncoder:
         return ids, np.diff(stops[ends], prepend=0)
 
     def _encode_new_words(self) -> None:
-        new, self._numbers.new = self._numbers.new, []
-        if not new:
-            return
+        new = list(islice(reversed(self._numbers), len(self._numbers) - len(self._lengths)))[::-1]
         others = [word for word in new if not self._is_plain(word)]
         encodings = self._backend.encode_batch_fast(others, add_special_tokens=False)
         rows = {word: encoding.ids for word, encoding in zip(others, encodings, strict=True)}
-        ids, lengths = _flatten(
-            [rows[word] if word in rows else self._plain_ids(word) for word in new]
-        )
+        ids, lengths = _flatten([rows[w] if w in rows else self._plain_ids(w) for w in new])
         starts = len(self._ids) + np.cumsum(lengths) - lengths
         self._ids = np.concatenate([self._ids, ids])
         self._starts = np.concatenate([self._starts, starts])
@@ -266,40 +242,15 @@ class LineEncoder:
     def _plain_ids(self, word: str) -> list[int]:
         pieces = self._PIECES.findall(word.lower() if self._lowercase else word)
         if len(pieces) == 1:
-            return self._pieces[pieces[0]]
-        return [index for piece in pieces for index in self._pieces[piece]]
+            return self._piece_ids(pieces[0])
+        return [index for piece in pieces for index in self._piece_ids(piece)]
 
     def _forget(self) -> None:
-        self._numbers = _WordNumbers()
+        self._numbers.clear()
         self._characters = 0
         self._ids = np.empty(0, np.uint32)
         self._starts = np.empty(0, np.int64)
         self._lengths = np.empty(0, np.int64)
-
-
-class _WordNumbers(dict[str, int]):
-    """Word to number in order of appearance; a word asked for the first time also goes to `new`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.new: list[str] = []
-
-    def __missing__(self, word: str) -> int:
-        number = self[word] = len(self)
-        self.new.append(word)
-        return number
-
-
-class _PieceIds(dict[str, list[int]]):
-    """A normalised word without punctuation, or one punctuation mark, to its ids."""
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__()
-        self._tokenize = backend.model.tokenize
-
-    def __missing__(self, piece: str) -> list[int]:
-        ids = self[piece] = [token.id for token in self._tokenize(piece)]
-        return ids
 
 
 def _plain_word(tokenizer: Tokenizer) -> Callable[[str], object]:
@@ -345,36 +296,30 @@ def train_tokenizer(
     vocabulary is smaller than `vocab_size` if no pair of pieces is left that occurs twice.
     `strip_accents=None` strips them when lower-casing, as BERT does.
     """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, normalizers, pre_tokenizers
-
-    stats = stats or TextStats()
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
-    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     paths = expand_inputs(inputs)
     share = _sample_share(paths, column, max_bytes)
 
+    def sampled() -> Iterator[Document]:
+        documents = read_documents(paths, column=column, stats=stats or TextStats())
+        for number, document in enumerate(documents):
+            if should_stop():
+                raise Stopped
+            if share == 1 or draw(seed, "tokenizer", number) < share:
+                yield document
+
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
-    for chunk, count in _count_chunks(paths, column, share, seed, stats, should_stop).items():
+    for chunk, count in _count_chunks(sampled()).items():
         for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
             if len(word) <= _MAX_WORD:
                 words[word] += count
 
-    pieces = _alphabet(words, vocab_size)
-    if len(SPECIAL_TOKENS) + len(pieces) > vocab_size:
-        raise ElectraError(
-            f"A vocabulary of {vocab_size:,} tokens is too small: the characters of the text alone "
-            f"need {len(SPECIAL_TOKENS) + len(pieces):,}.",
-            where="vocab_size",
-            fix=f"use at least {2 * len(pieces):,}",
-        )
-    vocabulary = _merge(words, [*SPECIAL_TOKENS, *pieces], vocab_size)
-
-    backend = Backend(_word_piece(models, vocabulary))
-    backend.normalizer = normalizer
-    backend.pre_tokenizer = pre_tokenizer
-    backend.add_special_tokens(list(SPECIAL_TOKENS))
-    return Tokenizer(backend)
+    pieces = [*SPECIAL_TOKENS, *_alphabet(words, vocab_size)]
+    if len(pieces) > vocab_size:
+        what = f"{vocab_size:,} tokens are too small a vocabulary: characters need {len(pieces):,}."
+        raise ElectraError(what, where="vocab_size", fix=f"use at least {2 * len(pieces):,}")
+    return Tokenizer(_bert(_merge(words, pieces, vocab_size), normalizer))
 
 
 def _merge(words: Counter[str], pieces: list[str], vocab_size: int) -> list[str]:
@@ -384,9 +329,6 @@ def _merge(words: Counter[str], pieces: list[str], vocab_size: int) -> list[str]
     ties between merges by these numbers, so each run gives another vocabulary. Characters that are
     passed as "special" tokens are numbered first and in the order given, which fixes all of it.
     """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, pre_tokenizers, trainers
-
     learner = Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
     learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.WordPieceTrainer(
@@ -428,26 +370,14 @@ def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
     return kept + [f"##{character}" for character in kept if character in inside]
 
 
-def _count_chunks(
-    paths: list[Path],
-    column: str,
-    share: float,
-    seed: int,
-    stats: TextStats,
-    should_stop: Callable[[], bool],
-) -> Counter[str]:
-    """How often each chunk between white space occurs in the sampled documents."""
-    limit = 1 << 22
+def _count_chunks(documents: Iterable[Document]) -> Counter[str]:
+    """How often each chunk between white space occurs."""
     counts: Counter[str] = Counter()
-    for number, document in enumerate(read_documents(paths, column=column, stats=stats)):
-        if should_stop():
-            raise Stopped
-        if share < 1 and draw(seed, "tokenizer", number) >= share:
-            continue
+    for document in documents:
         for line in document.lines:
             counts.update(line.split())
         rare = 1
-        while len(counts) > limit:  # keeps memory flat; what is rare so far stays rare
+        while len(counts) > _MAX_CHUNKS:  # keeps memory flat; what is rare so far stays rare
             counts = Counter({chunk: n for chunk, n in counts.items() if n > rare})
             rare *= 2
     return counts
@@ -455,9 +385,9 @@ def _count_chunks(
 
 def _sample_share(paths: list[Path], column: str, max_bytes: int) -> float:
     """The share of documents to train on; compressed text has to be read to know its size."""
-    packed = (".gz", ".bz2", ".xz", ".zst", ".parquet")
-    size = sum(path.stat().st_size for path in paths)
-    if size <= max_bytes and not any(path.suffix.lower() in packed for path in paths):
+    formats = [split_suffix(path) for path in paths]
+    is_packed = any(compression or suffix == ".parquet" for suffix, compression in formats)
+    if not is_packed and sum(path.stat().st_size for path in paths) <= max_bytes:
         return 1.0
     stats = TextStats()
     for _ in read_documents(paths, column=column, stats=stats):
@@ -465,29 +395,27 @@ def _sample_share(paths: list[Path], column: str, max_bytes: int) -> float:
     return min(1.0, max_bytes / stats.bytes)
 
 
-def _word_piece(models: Any, vocabulary: Iterable[str]) -> Any:
-    return models.WordPiece(
-        {token: index for index, token in enumerate(vocabulary)},
-        unk_token="[UNK]",
-        max_input_chars_per_word=_MAX_WORD,
-    )
+def _bert(vocabulary: Iterable[str], normalizer: normalizers.BertNormalizer) -> Backend:
+    """WordPiece between BERT's normaliser and its splitting at white space and punctuation."""
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    model = models.WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=_MAX_WORD)
+    backend = Backend(model)
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.add_special_tokens([token for token in SPECIAL_TOKENS if token in ids])
+    return backend
 
 
 def _backend_from_vocabulary(path: Path, lowercase: bool | None) -> Backend:
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import models, normalizers, pre_tokenizers
-
     tokens = _read(path).removesuffix("\n").split("\n")
     seen: dict[str, int] = {}
     for number, token in enumerate(tokens, start=1):
         if not token or token in seen:
-            raise ElectraError(
-                f"Token '{token}' stands on line {seen[token]} already."
-                if token
-                else "Blank line.",
-                where=f"{path}, line {number}",
-                fix="write every token once, one per line; the line decides its id",
+            what = (
+                f"Token '{token}' stands on line {seen[token]} already." if token else "Blank line."
             )
+            fix = "write every token once, one per line; the line decides its id"
+            raise ElectraError(what, where=f"{path}, line {number}", fix=fix)
         seen[token] = number
     config: dict[str, Any] = {}
     beside = path.with_name("tokenizer_config.json")
@@ -495,23 +423,18 @@ def _backend_from_vocabulary(path: Path, lowercase: bool | None) -> Backend:
         try:
             config = json.loads(_read(beside))
         except ValueError as error:
-            raise ElectraError(
-                f"Broken JSON: {error}.", where=str(beside), fix="repair or remove the file"
-            ) from error
-    backend = Backend(_word_piece(models, tokens))
-    backend.normalizer = normalizers.BertNormalizer(
+            fix = "repair or remove the file"
+            raise ElectraError(f"Broken JSON: {error}.", where=str(beside), fix=fix) from error
+    normalizer = normalizers.BertNormalizer(
         lowercase=config.get("do_lower_case", True) if lowercase is None else lowercase,
         strip_accents=config.get("strip_accents"),
     )
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.add_special_tokens([token for token in SPECIAL_TOKENS if token in seen])
-    return backend
+    return _bert(tokens, normalizer)
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ElectraError(
-            f"Cannot read the tokenizer: {error}.", where=str(path), fix="check the file"
-        ) from error
+        what = f"Cannot read the tokenizer: {error}."
+        raise ElectraError(what, where=str(path), fix="check the file") from error

@@ -59,6 +59,11 @@ def test_pretraining_helps_beyond_the_spread_of_three_seeds(demo: tuple[Path, di
 
 def test_everything_it_names_is_there(demo: tuple[Path, dict, float]) -> None:
     out = demo[0]
-    for name in ("run/curves.png", "run/metrics.jsonl", "export/discriminator/config.json",
-                 "export/generator/model.safetensors"):  # fmt: skip
+    for name in (
+        "run/curves.png",
+        "run/metrics.jsonl",
+        "export/discriminator/config.json",
+        "export/generator/model.safetensors",
+        "tuned/pretrained/model/model.safetensors",
+    ):
         assert (out / name).stat().st_size > 0

@@ -21,19 +21,31 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob
 
 def test_the_readme_commands_run_in_their_order(tmp_path: Path) -> None:
     """As printed, on a little real text; only the training is cut short."""
-    block = re.search(
-        r"## Your own text\n\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
-    assert block is not None
+    text = (ROOT / "README.md").read_text()
+    blocks = [
+        re.search(rf"## {title}\n\n```sh\n(.*?)```", text, re.S)
+        for title in ("Your own text", "Fine-tune")
+    ]
+    lines = [line for block in blocks if block is not None for line in block[1].splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert [c[1] for c in commands] == [
+        "check", "tokenizer", "prepare", "plan", "pretrain", "export", "detect",
+        "finetune", "predict", "glue", "report",
+    ]  # fmt: skip
     texts = tmp_path / "texts"
     texts.mkdir()
+    paragraphs: list[str] = []
     for document in find_text().documents[:30]:
         name = re.sub(r"\W", "_", document.name)[-60:]
         (texts / f"{name}.txt").write_text("\n".join(document.paragraphs), encoding="utf-8")
-    commands = [shlex.split(line, comments=True) for line in block[1].splitlines()]
-    assert [c[1] for c in commands] == [
-        "check", "tokenizer", "prepare", "plan", "pretrain", "export", "detect",
-    ]  # fmt: skip
+        paragraphs += [p[:200].replace("\t", " ").replace('"', "") for p in document.paragraphs]
+    rows = [f'"{p}",{1 + i % 5}' for i, p in enumerate(paragraphs[:60])]
+    (tmp_path / "reviews.csv").write_text("\n".join(["text,stars", *rows]))
+    cola = tmp_path / "glue" / "CoLA"
+    cola.mkdir(parents=True)
+    for split in ("train", "dev"):
+        lines = [f"x\t{i % 2}\t\t{p}" for i, p in enumerate(paragraphs[:60])]
+        (cola / f"{split}.tsv").write_text("\n".join(lines))
     for command in commands:
         if command[1] == "pretrain":
             command += ["--run.train-steps", "12", "--run.log-every", "4"]
@@ -45,7 +57,10 @@ def test_the_readme_commands_run_in_their_order(tmp_path: Path) -> None:
             timeout=300,
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)
-    assert "elephants" in done.stdout  # detect shows the sentence it was given
+        if command[1] == "detect":
+            assert "elephants" in done.stdout  # it shows the sentence it was given
+    assert "cola" in done.stdout
+    assert (tmp_path / "report" / "report.png").exists()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

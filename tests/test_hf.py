@@ -576,7 +576,7 @@ def refused(directory: Path, *words: str) -> None:
         ({"is_decoder": True}, "is_decoder is True"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_hidden_layers": "three"}, "'three' is not int"),
-        ({"num_attention_heads": 5}, "not a multiple"),
+        ({"num_attention_heads": 5}, "multiple of 5 heads"),
         ({"num_attention_heads": 0}, "attention_heads is 0"),
         ({"max_position_embeddings": 0}, "max_positions is 0"),
         ({"hidden_size": 26}, "has shape"),

@@ -1,0 +1,1051 @@
+"""Fine-tuning: the paper's settings, the steps of a plain loop, the same bytes however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.numpy import load_file
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from electra import cli, hf, recipes, runtime, squad
+from electra import finetune as module
+from electra.config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
+from electra.encoder import Embeddings, Encoder, initialise
+from electra.errors import CorruptError, ElectraError, Stopped
+from electra.features import Features
+from electra.finetune import SquadData, TextData, Trainer, finetune, layer_multipliers, resolve
+from electra.glue import SQUAD
+from electra.heads import TaskModel, build_head
+from electra.hf import LoadedEncoder
+from electra.report import report
+from electra.runlog import read_metrics
+from electra.tasks import GLUE, Examples, Loaded, Task
+from electra.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+NOUNS = ["river", "stone", "bird", "house", "wind", "child", "tree", "song", "road", "fire"]
+CONFIG = EncoderConfig(
+    layers=2,
+    hidden_size=20,
+    ffn_size=28,
+    attention_heads=2,
+    embedding_size=14,
+    max_positions=80,
+    dropout=0.0,
+    attention_dropout=0.0,
+)
+RULE = Task(name="rule", kind="classification", metric="accuracy", labels=("dry", "wet"))
+SHARE = Task(name="share", kind="regression", metric="spearman", scale=5.0)
+TAGS = Task(name="tags", kind="tagging", metric="accuracy", labels=("O", "V"), texts=("words",))
+SETTINGS = FinetuneConfig(
+    learning_rate=3e-3,
+    layer_decay=1.0,
+    epochs=2.0,
+    batch_size=8,
+    length=24,
+    device="cpu",
+    threads=1,
+)
+TIMES = {"seconds", "examples_per_second", "environment"}
+
+
+def words(draw: random.Random) -> list[str]:
+    return [draw.choice(NOUNS[1:]) for _ in range(draw.randint(2, 9))]
+
+
+def examples(task: Task, n: int, seed: int, *, known: bool = True) -> Examples:
+    """Is there a river? How many of five? Which words are one?"""
+    draw = random.Random(seed)
+    texts, labels = list[tuple[str, ...]](), list[Any]()
+    for _ in range(n):
+        row = words(draw)
+        for place in draw.sample(range(len(row)), draw.choice([0, 0, 1, min(3, len(row))])):
+            row[place] = NOUNS[0]
+        tags = [int(word == NOUNS[0]) for word in row]
+        texts.append(tuple(row) if task.kind == "tagging" else (" ".join(row),))
+        labels.append(
+            {"classification": max(tags), "regression": float(sum(tags)), "tagging": tags}[
+                task.kind
+            ]
+        )
+    return Examples(texts, labels if known else [], [str(i) for i in range(n)])
+
+
+def loaded(task: Task = RULE, train: int = 43, dev: int = 37, seed: int = 0) -> Loaded:
+    splits = {
+        "train": examples(task, train, seed),
+        "dev": examples(task, dev, seed + 1),
+        "test": examples(task, 11, seed + 2, known=False),
+    }
+    return Loaded(task, splits)
+
+
+def encoder_of(tokenizer: Tokenizer, noise: float = 0.0, seed: int = 0) -> LoadedEncoder:
+    """Random weights; noise makes them so large that every part matters."""
+    network = Encoder(CONFIG, Embeddings(CONFIG, tokenizer.vocab_size))
+    initialise(network, "paper", seed)
+    draw = torch.Generator().manual_seed(seed + 1)
+    tensors = {
+        name: t + noise * torch.randn(t.shape, generator=draw)
+        for name, t in network.state_dict().items()
+    }
+    return LoadedEncoder(CONFIG, tokenizer.vocab_size, tensors, tokenizer, "random")
+
+
+def settings(task: Task = RULE, **changes: Any) -> FinetuneConfig:
+    return resolve(replace(SETTINGS, **changes), CONFIG, task)
+
+
+Tune = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def tune(tokenizer: Tokenizer) -> Tune:
+    def run(
+        out: Path,
+        *,
+        data: Loaded | None = None,
+        encoder: LoadedEncoder | None = None,
+        **changes: Any,
+    ) -> dict[str, Any]:
+        data = data or loaded()
+        config = settings(data.task, **changes)
+        prepared = TextData(data, tokenizer, config)
+        return finetune(config, encoder or encoder_of(tokenizer), prepared, out, quiet=True)
+
+    return run
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("hidden", "rate", "decay"), [(256, 3e-4, 0.8), (768, 1e-4, 0.8), (1024, 5e-5, 0.9)]
+)
+def test_rate_and_decay_follow_from_the_size(hidden: int, rate: float, decay: float) -> None:
+    encoder = EncoderConfig(hidden_size=hidden, attention_heads=4, embedding_size=128)
+    config = resolve(FinetuneConfig(), encoder, GLUE["mnli"])
+    assert (config.learning_rate, config.layer_decay) == (rate, decay)
+
+
+@pytest.mark.parametrize(
+    ("task", "epochs", "length", "both_orders"),
+    [
+        *((GLUE[name], 3, 128, False) for name in ("cola", "sst2", "qqp", "mnli", "qnli")),
+        (GLUE["mrpc"], 3, 128, True),
+        (GLUE["stsb"], 10, 128, True),
+        (GLUE["rte"], 10, 128, False),
+        (SQUAD["squad1"], 2, 512, False),
+        (SQUAD["squad2"], 2, 512, False),
+    ],
+)
+def test_epochs_and_length_follow_from_the_task(
+    task: Task, epochs: float, length: int, both_orders: bool
+) -> None:
+    config = resolve(FinetuneConfig(), EncoderConfig(), task)
+    assert (config.epochs, config.length, config.both_orders) == (epochs, length, both_orders)
+
+
+def test_what_the_paper_fixes_for_all() -> None:
+    c = resolve(FinetuneConfig(), EncoderConfig(), GLUE["rte"])
+    assert (c.batch_size, c.warmup_percent, c.schedule, c.weight_decay) == (32, 10.0, "then", 0.0)
+    assert (c.dropout, c.attention_dropout, c.max_grad_norm) == (0.1, 0.1, 1.0)
+
+
+def test_what_is_given_stays() -> None:
+    given = FinetuneConfig(
+        learning_rate=1e-5, layer_decay=1.0, epochs=0.5, length=9, both_orders=False
+    )
+    assert resolve(given, EncoderConfig(), GLUE["stsb"]) == given
+
+
+def test_rows_are_no_longer_than_the_model_reads() -> None:
+    assert resolve(FinetuneConfig(), CONFIG, SQUAD["squad2"]).length == CONFIG.max_positions
+
+
+@pytest.mark.parametrize(
+    ("levels", "top", "bottom", "embeddings"), [("one_each", 1, 12, 13), ("released", 2, 13, 14)]
+)
+def test_layer_wise_rates(levels: Any, top: int, bottom: int, embeddings: int) -> None:
+    config = replace(CONFIG, layers=12)
+    head = build_head("classification", config, 2, "hf")
+    model = TaskModel(Encoder(config, Embeddings(config, 7)), head)
+    factors = layer_multipliers(model, 0.8, levels)
+    found = {
+        part: {round(np.log(f) / np.log(0.8), 6) for name, f in factors.items() if part in name}
+        for part in ("head.", "blocks.11.", "blocks.0.", "embeddings.", "project.")
+    }
+    assert list(found.values()) == [{0}, {top}, {bottom}, {embeddings}, {embeddings}]
+    assert factors.keys() == dict(model.named_parameters()).keys()
+
+
+def test_the_released_profile() -> None:
+    paper, released = (to_dict(recipes.tuning_profile(name)) for name in ("paper", "released"))
+    assert paper == to_dict(FinetuneConfig())
+    assert {key: value for key, value in released.items() if value != paper[key]} == {
+        "learning_rate": 1e-4,
+        "layer_levels": "released",
+        "schedule": "times",
+        "weight_decay": 0.01,
+        "bias_correction": False,
+        "loss": "sum",
+    }
+    with pytest.raises(ElectraError, match="no profile 'best'"):
+        recipes.tuning_profile("best")
+
+
+def test_flags_go_before_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    given = "finetune --model m --data d --out o --dry-run --profile released --loss mean"
+    assert cli.run(given.split()) == 0
+    shown = capsys.readouterr().out
+    assert "loss = mean\n" in shown
+    assert "weight_decay = 0.01\n" in shown
+
+
+# ---------------------------------------------------------------------- against a plain loop
+
+STEPS = 50
+
+
+def questions(n: int, seed: int = 0) -> list[squad.Question]:
+    """What follows the river? Some passages have none."""
+    draw = random.Random(seed)
+    found = list[squad.Question]()
+    for i in range(n):
+        row = [draw.choice(NOUNS[1:]) for _ in range(draw.randint(6, 18))]
+        answers, start = tuple[str, ...](), -1
+        if i % 4:
+            place = draw.randrange(len(row) - 1)
+            row[place] = NOUNS[0]
+            answers, start = (row[place + 1],), len(" ".join(row[: place + 1])) + 1
+        found.append(squad.Question(f"q{i}", "all river", " ".join(row), answers, start))
+    return found
+
+
+def trainer_of(
+    tokenizer: Tokenizer, features: Features, task: Task, outputs: int, **changes: Any
+) -> Trainer:
+    """At its first step, without dropout, with weights that are large."""
+    off = {"dropout": 0.0, "attention_dropout": 0.0}
+    per_epoch = -(-len(features) // 4)
+    given = {"batch_size": 4, "epochs": STEPS / per_epoch, "layer_decay": 0.8} | off | changes
+    config = settings(task, learning_rate=5e-3, weight_decay=0.01, **given)
+    here = runtime.start(RunConfig(device="cpu", threads=1))
+    trainer = Trainer(encoder_of(tokenizer), features, task, outputs, config, here)
+    assert trainer.steps == STEPS
+    return begun(trainer)
+
+
+def begun(trainer: Trainer) -> Trainer:
+    trainer.begin(3)
+    draw = torch.Generator().manual_seed(4)
+    noise = {
+        name: t + 0.3 * torch.randn(t.shape, generator=draw)
+        for name, t in trainer.weights().items()
+    }
+    trainer.optimizer.load({"model": noise})
+    return trainer
+
+
+def all_losses(trainer: Trainer) -> list[float]:
+    while trainer.step_number < trainer.steps:
+        trainer.step()
+    return trainer.losses.tolist()
+
+
+def real_rows(trainer: Trainer, step: int) -> list[int]:
+    """Rows of a batch, without those that only fill it up."""
+    return trainer.rows[step][trainer.weight[step] > 0].tolist()
+
+
+def transformers_config(outputs: int, vocab_size: int) -> transformers.ElectraConfig:
+    return transformers.ElectraConfig(
+        vocab_size=vocab_size,
+        embedding_size=CONFIG.embedding_size,
+        hidden_size=CONFIG.hidden_size,
+        intermediate_size=CONFIG.ffn_size,
+        num_hidden_layers=CONFIG.layers,
+        num_attention_heads=CONFIG.attention_heads,
+        max_position_embeddings=CONFIG.max_positions,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=outputs,
+    )
+
+
+def plain_optimizer(named: Sequence[tuple[str, nn.Parameter]], config: FinetuneConfig) -> Any:
+    """torch's AdamW with a group per parameter, and its schedule: 10 % warm-up, then linear."""
+    groups = list[dict[str, Any]]()
+    for name, parameter in named:
+        level = 0
+        if "encoder.layer." in name:
+            level = CONFIG.layers - int(name.split("encoder.layer.")[1].split(".")[0])
+        elif "embeddings" in name:
+            level = CONFIG.layers + 1
+        decays = not (name.endswith("bias") or "LayerNorm" in name)
+        groups.append(
+            {
+                "params": [parameter],
+                "lr": config.learning_rate * config.layer_decay**level,
+                "weight_decay": 0.01 if decays else 0.0,
+            }
+        )
+    optimizer = torch.optim.AdamW(groups, eps=1e-6)
+    warm = STEPS // 10
+
+    def rate(step: int) -> float:
+        return (step + 1) / warm if step < warm else (STEPS - step) / (STEPS - warm)
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def plain_losses(
+    trainer: Trainer,
+    named: Sequence[tuple[str, nn.Parameter]],
+    loss_of: Callable[[list[int]], Tensor],
+) -> list[float]:
+    optimizer, schedule = plain_optimizer(named, trainer.config)
+    parameters = [parameter for _, parameter in named]
+    losses = list[float]()
+    for step in range(STEPS):
+        loss = loss_of(real_rows(trainer, step))
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+    return losses
+
+
+@pytest.fixture
+def features_of(tokenizer: Tokenizer) -> Callable[[Task], Features]:
+    def make(task: Task) -> Features:
+        if task.kind == "qa":
+            return squad.windows(
+                questions(30), tokenizer, length=24, query=6, stride=9, training=True
+            )[0]
+        return TextData(loaded(task, 43), tokenizer, settings(task)).train
+
+    return make
+
+
+QA = SQUAD["squad2"]
+CASES = [
+    (RULE, 2, transformers.ElectraForSequenceClassification),
+    (SHARE, 1, transformers.ElectraForSequenceClassification),
+    (TAGS, 2, transformers.ElectraForTokenClassification),
+    (QA, 2, transformers.ElectraForQuestionAnswering),
+]
+
+
+@pytest.mark.parametrize(("task", "outputs", "kind"), CASES, ids=[c[0].kind for c in CASES])
+def test_fifty_steps_of_transformers(
+    task: Task,
+    outputs: int,
+    kind: Any,
+    tokenizer: Tokenizer,
+    features_of: Callable[[Task], Features],
+) -> None:
+    f = features_of(task)
+    trainer = trainer_of(tokenizer, f, task, outputs, head="hf")
+    theirs = kind(transformers_config(outputs, tokenizer.vocab_size))
+    network = hf.Network(task.kind, CONFIG, tokenizer.vocab_size, trainer.weights())
+    assert not any(theirs.load_state_dict(hf.to_transformers(network)))
+    # The vector of [PAD] learns only where padding is an outcome; transformers then holds it fixed.
+    theirs.electra.embeddings.word_embeddings.padding_idx = None
+    theirs.train()
+
+    def loss_of(rows: list[int]) -> Tensor:
+        T = int(f.lengths[rows].max())
+        if task.kind == "qa":  # padding is an outcome there, so as much of it as we have
+            T = trainer.lengths[len(done)]
+        done.append(T)
+        position = np.arange(T)
+        given = {
+            "input_ids": torch.tensor(f.tokens[rows, :T]).long(),
+            "attention_mask": torch.tensor(position < f.lengths[rows, None]).long(),
+            "token_type_ids": torch.tensor(
+                (position >= f.first[rows, None]) & (position < f.lengths[rows, None])
+            ).long(),
+        }
+        if task.kind == "qa":
+            targets = {
+                f"{name}_positions": torch.tensor(f.targets[name][rows])
+                for name in ("start", "end")
+            }
+        elif task.kind == "tagging":
+            labels = torch.tensor(f.targets["labels"][rows, :T])
+            targets = {"labels": labels.masked_fill(labels < 0, -100)}
+        else:
+            targets = {"labels": torch.tensor(f.targets["label"][rows])}
+        return theirs(**given, **targets).loss
+
+    done = list[int]()
+    expected = plain_losses(trainer, list(theirs.named_parameters()), loss_of)
+    losses = all_losses(trainer)
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert max(losses) - min(losses) > 0.1
+    assert any(len(real_rows(trainer, s)) < 4 for s in range(STEPS))  # batches that are filled up
+
+
+def slow_span_loss(h: Tensor, first: int, head: nn.ModuleDict, target: dict[str, Any]) -> Tensor:
+    """The released loss of one row (T, D) without padding, token by token."""
+    allowed = [0, *range(first, len(h))]
+
+    def log_prob(logits: list[Tensor], at: int) -> Tensor:
+        return torch.cat(logits).log_softmax(0)[allowed.index(at)]
+
+    gold = h[target["start"]]
+    starts = [head["start"](h[t]) for t in allowed]
+    ends = [head["end"](F.gelu(head["end_hidden"](torch.cat([gold, h[t]])))) for t in allowed]
+    span = -(log_prob(starts, target["start"]) + log_prob(ends, target["end"])) / 2
+    weight = torch.cat(starts).softmax(0)
+    pooled = sum((w * h[t] for w, t in zip(weight, allowed, strict=True)), torch.zeros(len(gold)))
+    impossible = head["answer"](F.gelu(head["answer_hidden"](torch.cat([h[0], pooled])))).sigmoid()
+    correct = impossible if target["impossible"] else 1 - impossible
+    return span - 0.5 * correct.log().squeeze()
+
+
+def test_fifty_steps_of_a_slow_joint_head(
+    tokenizer: Tokenizer, features_of: Callable[[Task], Features]
+) -> None:
+    f = features_of(QA)
+    assert ((f.targets["start"] == 0) & (f.targets["impossible"] == 0)).any()  # answer elsewhere
+    trainer = trainer_of(tokenizer, f, QA, 2, head="paper")
+    weights = trainer.weights()
+    network = hf.Network("encoder", CONFIG, tokenizer.vocab_size, weights)
+    electra = transformers.ElectraModel(transformers_config(2, tokenizer.vocab_size))
+    state = {k.removeprefix("electra."): t for k, t in hf.to_transformers(network).items()}
+    assert not any(electra.load_state_dict(state))
+    head = nn.ModuleDict()
+    for name in ("start", "end_hidden", "end", "answer_hidden", "answer"):
+        w, b = weights[f"head.{name}.weight"], weights[f"head.{name}.bias"]
+        layer = nn.Linear(w.shape[1], w.shape[0])
+        layer.load_state_dict({"weight": w, "bias": b})
+        head[name] = layer
+
+    def loss_of(rows: list[int]) -> Tensor:
+        losses = list[Tensor]()
+        for row in rows:
+            n, first = int(f.lengths[row]), int(f.first[row])
+            segment = [0] * first + [1] * (n - first)
+            given = {"input_ids": f.tokens[row, :n].tolist(), "token_type_ids": segment}
+            h = electra(**{k: torch.tensor([v]) for k, v in given.items()}).last_hidden_state[0]
+            target = {name: values[row].item() for name, values in f.targets.items()}
+            losses.append(slow_span_loss(h, first, head, target))
+        return torch.stack(losses).mean()
+
+    named = [*electra.named_parameters(), *head.named_parameters()]
+    expected = plain_losses(trainer, named, loss_of)
+    losses = all_losses(trainer)
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert max(losses) - min(losses) > 0.5
+
+
+@pytest.mark.parametrize("padding", ["bucketed", "dynamic"])
+@pytest.mark.parametrize("task", [RULE, TAGS, QA], ids=lambda task: task.kind)
+def test_padding_does_not_leak(
+    task: Task, padding: str, tokenizer: Tokenizer, features_of: Callable[[Task], Features]
+) -> None:
+    f = features_of(task)
+    trainer = trainer_of(tokenizer, f, task, 2, padding=padding)
+    longest = f.tokens.shape[1]
+    assert min(trainer.lengths) < longest
+    short = all_losses(trainer)
+    begun(trainer)
+    trainer.lengths = [longest] * STEPS
+    assert all_losses(trainer) == pytest.approx(short, abs=1e-4)
+
+
+def test_the_sum_is_the_mean_times_the_rows(
+    tokenizer: Tokenizer, features_of: Callable[[Task], Features]
+) -> None:
+    f = features_of(RULE)
+    mean, total = (trainer_of(tokenizer, f, RULE, 2, loss=how) for how in ("mean", "sum"))
+    rows = len(real_rows(mean, 0))
+    mean.step()
+    total.step()
+    assert total.losses[0].item() == pytest.approx(rows * mean.losses[0].item(), rel=1e-6)
+
+
+def test_every_step_draws_its_own_dropout(
+    tokenizer: Tokenizer, features_of: Callable[[Task], Features]
+) -> None:
+    trainer = trainer_of(tokenizer, features_of(RULE), RULE, 2, dropout=0.2, padding="full")
+    trainer.rates.zero_()
+
+    def losses(seed: int) -> list[float]:
+        """Of the same rows again and again."""
+        begun(trainer)
+        trainer.rows[:], trainer.weight[:] = torch.arange(4), 1.0
+        trainer.seed = seed
+        return all_losses(trainer)
+
+    first = losses(3)
+    assert len(set(first)) > STEPS / 2
+    assert losses(3) == first
+    assert losses(4) != first
+
+
+def test_every_seed_has_its_own_head_and_order(
+    tokenizer: Tokenizer, features_of: Callable[[Task], Features]
+) -> None:
+    trainer = trainer_of(tokenizer, features_of(RULE), RULE, 2)
+    heads, orders = list[Tensor](), list[Tensor]()
+    for seed in range(2):
+        trainer.begin(seed)
+        heads.append(trainer.weights()["head.out.weight"])
+        orders.append(trainer.rows.clone())
+    assert not torch.equal(*heads)
+    assert not torch.equal(*orders)
+
+
+def test_only_the_first_rows(tokenizer: Tokenizer) -> None:
+    few = settings(max_train=5)
+    assert len(TextData(loaded(), tokenizer, few).train) == 5
+    asked = {"train": questions(9), "dev": questions(7)}
+    config = settings(QA, max_train=5, length=None)
+    data = SquadData(asked, QA, tokenizer, config)
+    assert len(set(data.train.example)) == 5
+    assert len(set(data.splits["dev"].example)) == 7
+
+
+def test_training_on_both_orders(tokenizer: Tokenizer) -> None:
+    pairs = Examples([("river", "stone bird"), ("tree", "road")], [0, 1], ["0", "1"])
+    task = replace(RULE, texts=("a", "b"))
+    data = Loaded(task, {"train": pairs, "dev": pairs})
+    both = TextData(data, tokenizer, settings(task, both_orders=True))
+    assert len(both.splits["dev"]) == 2
+    swapped = Examples([(b, a) for a, b in pairs.texts], pairs.labels, pairs.ids)
+    other = TextData(replace(data, splits={"train": swapped}), tokenizer, settings(task)).train
+    assert both.train.tokens[2:].tolist() == other.tokens.tolist()
+    assert both.train.targets["label"].tolist() == [0, 1, 0, 1]
+
+
+# ---------------------------------------------------------------------- the same bytes
+
+
+def without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if k not in TIMES}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+def outcome(out: Path) -> dict[str, Any]:
+    """Everything a run leaves that is not a time."""
+    found: dict[str, Any] = {}
+    for path in sorted(p for p in out.rglob("*") if p.is_file() and "tensorboard" not in p.parts):
+        name = str(path.relative_to(out))
+        if path.suffix == ".json":
+            found[name] = without_times(json.loads(path.read_bytes()))
+        elif path.name != "README.md":  # the card of the model: its numbers are those of the record
+            found[name] = path.read_bytes()
+    record = found["model/electra.json"]
+    assert record.pop("files").keys() >= {"model.safetensors"}
+    return found
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if a[name] != b[name]] == []
+
+
+@pytest.mark.parametrize("task", [RULE, SHARE, TAGS], ids=lambda task: task.kind)
+def test_the_same_bytes_twice(task: Task, tune: Tune, tmp_path: Path) -> None:
+    for name in "ab":
+        tune(tmp_path / name, data=loaded(task), seeds=2, keep="all")
+    found = outcome(tmp_path / "a")
+    assert_same(found, outcome(tmp_path / "b"))
+    weights = [found[f"seed-{seed}/weights.safetensors"] for seed in range(2)]
+    assert weights[0] != weights[1]
+    assert [m["seed"] for m in read_metrics(tmp_path / "a") if m["kind"] == "eval"] == [0, 1]
+
+
+@pytest.fixture
+def stopped(tune: Tune, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A run that gets a SIGTERM after so many steps of this call."""
+
+    def run(out: Path, after: int, **changes: Any) -> None:
+        left = [after]
+
+        def step(self: Trainer) -> None:
+            original(self)
+            left[0] -= 1
+            if left[0] == 0:
+                signal.raise_signal(signal.SIGTERM)
+
+        original = Trainer.step
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "step", step)
+            with pytest.raises(Stopped):
+                tune(out, **changes)
+
+    return run
+
+
+def newest(out: Path, seed: int) -> int:
+    return max(int(p.name[5:]) for p in out.glob(f"seed-{seed}/checkpoints/step-*"))
+
+
+def test_stops_at_many_places_change_nothing(
+    tune: Tune, stopped: Callable[..., None], tmp_path: Path
+) -> None:
+    steps = tune(tmp_path / "whole", seeds=2)["seeds"][0]["steps"]
+    out = tmp_path / "run"
+    stopped(out, 1, seeds=2)
+    assert newest(out, 0) == 1
+    stopped(out, 5, seeds=2)
+    assert newest(out, 0) == 6
+    stopped(out, steps - 6, seeds=2)  # the seed is done, so it is written; the next one begins
+    assert newest(out, 1) == 1
+    stopped(out, 3, seeds=2)
+    tune(out, seeds=2)
+    assert_same(outcome(out), outcome(tmp_path / "whole"))
+
+
+def test_a_late_signal_loses_no_step(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whether to save and the look whether to end."""
+
+    def save_if_due(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if self.trainer.step_number == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    original = module._SeedRun.save_if_due
+    monkeypatch.setattr(module._SeedRun, "save_if_due", save_if_due)
+    with pytest.raises(Stopped):
+        tune(tmp_path)
+    assert newest(tmp_path, 0) >= 4
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("table")
+    for split, part in loaded(RULE, 120, 40).splits.items():
+        rows = zip(part.texts, part.labels or [""] * len(part.texts), strict=True)
+        with open(directory / f"{split}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("text", "label"), *((t[0], y) for t, y in rows)])
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as transformers writes it."""
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    network = transformers.ElectraModel(transformers_config(2, tokenizer.vocab_size))
+    network.save_pretrained(directory)
+    tokenizer.save(directory)
+    return directory
+
+
+def command(model: Path, table: Path, out: Path) -> list[str]:
+    places = ["--model", str(model), "--data", str(table), "--out", str(out)]
+    flags = "--learning-rate 3e-3 --epochs 5 --batch-size 8 --seeds 2 --save-every 3 --quiet"
+    return ["finetune", *places, *flags.split(), "--threads", "1", "--device", "cpu"]
+
+
+def start(arguments: list[str], fault: str = "") -> subprocess.Popen[str]:
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "electra", *arguments],
+        env=environment | ({"ELECTRA_FAULT": fault} if fault else {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
+    while process.poll() is None and not condition():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    model: Path, table: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("uninterrupted")
+    assert cli.run(command(model, table, out)) == 0
+    return outcome(out)
+
+
+def test_a_request_to_stop_ends_with_its_own_code(
+    model: Path, table: Path, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    arguments = command(model, table, tmp_path)
+    process = start(arguments)
+    wait_for(process, lambda: any(tmp_path.glob("seed-*/checkpoints/step-*")))
+    process.terminate()
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "stopped and saved; the same command continues" in told
+    assert cli.run(arguments) == 0
+    assert_same(outcome(tmp_path), uninterrupted)
+
+
+def test_six_kills_change_nothing(
+    model: Path, table: Path, uninterrupted: dict[str, Any], tmp_path: Path
+) -> None:
+    draw = random.Random(6)
+    arguments = command(model, table, tmp_path)
+
+    def saved(seed: int, more: int) -> Callable[[], bool]:
+        def newest_of() -> int:
+            places = tmp_path.glob(f"seed-{seed}/checkpoints/step-*")
+            return max((int(p.name[5:]) for p in places), default=0)
+
+        before = newest_of()
+        return lambda: newest_of() >= before + 3 * more
+
+    moments: list[str | Callable[[], bool]] = [
+        saved(0, draw.randint(1, 6)),
+        f"before_rename:{draw.randint(2, 3)}",
+        saved(0, draw.randint(1, 6)),
+        (tmp_path / "seed-0" / "result.json").is_file,
+        f"during_prune:{draw.randint(2, 3)}",
+        (tmp_path / "seed-1" / "result.json").is_file,
+    ]
+    for moment in moments:
+        process = start(arguments, moment if isinstance(moment, str) else "")
+        if not isinstance(moment, str):
+            wait_for(process, moment)
+            process.kill()
+        _, told = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGKILL, told
+    assert not (tmp_path / "results.json").exists()
+    assert cli.run(arguments) == 0
+    assert_same(outcome(tmp_path), uninterrupted)
+
+
+def test_a_crash_while_a_seed_is_written(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines are in the metrics already; they are cut, and written once."""
+
+    def fails(path: Path, data: Any) -> None:
+        if path.match("seed-1/result.json"):
+            raise OSError("no power")
+        original(path, data)
+
+    original = module.write_atomic
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_atomic", fails)
+        with pytest.raises(OSError, match="no power"):
+            tune(tmp_path / "run", seeds=2)
+    assert len(read_metrics(tmp_path / "run")) == 4
+    tune(tmp_path / "run", seeds=2)
+    tune(tmp_path / "whole", seeds=2)
+    assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "whole"))
+
+
+def test_a_seed_knows_nothing_of_the_one_before(tune: Tune, tmp_path: Path) -> None:
+    tune(tmp_path / "both", seeds=2, keep="all")
+    tune(tmp_path / "second", seed=1)
+    name = "seed-1/weights.safetensors"
+    assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+
+
+def test_more_seeds_keep_the_first(tune: Tune, tmp_path: Path) -> None:
+    def files(out: Path) -> dict[str, int]:
+        return {str(p.relative_to(out)): p.stat().st_mtime_ns for p in out.glob("seed-[01]/*")}
+
+    out = tmp_path / "grown"
+    tune(out, seeds=2, keep="all")
+    before, metrics = files(out), (out / "metrics.jsonl").read_bytes()
+    assert tune(out, seeds=3, keep="all")["summary"]["seeds"] == 3
+    assert files(out) == before
+    assert (out / "metrics.jsonl").read_bytes().startswith(metrics)
+    tune(tmp_path / "at once", seeds=3, keep="all")
+    assert_same(outcome(out), outcome(tmp_path / "at once"))
+
+
+def test_fewer_seeds_than_before(tune: Tune, tmp_path: Path) -> None:
+    tune(tmp_path, seeds=3, keep="all")
+    assert tune(tmp_path, seeds=1, keep="all")["summary"]["seeds"] == 1
+
+
+def test_a_run_that_is_done_is_left_alone(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tune(tmp_path)
+    before = (tmp_path / "model").stat().st_mtime_ns
+    monkeypatch.delattr(Trainer, "step")
+    assert tune(tmp_path) == first
+    assert (tmp_path / "model").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"learning_rate": 2e-3}, "learning_rate"),
+        ({"epochs": 1.0, "seed": 5}, "epochs.*seed"),
+        ({"data": loaded(seed=9)}, "another data"),
+        ({"data": loaded(replace(RULE, labels=("a", "b")))}, "another task"),
+    ],
+)
+def test_another_run_is_refused(
+    changes: dict[str, Any], told: str, tune: Tune, tmp_path: Path
+) -> None:
+    tune(tmp_path)
+    before = outcome(tmp_path)
+    with pytest.raises(ElectraError, match=f"other settings: .*{told}") as caught:
+        tune(tmp_path, **changes)
+    assert caught.value.where == str(tmp_path)
+    assert "another --out" in caught.value.fix
+    assert_same(outcome(tmp_path), before)
+
+
+def test_another_model_is_refused(tokenizer: Tokenizer, tune: Tune, tmp_path: Path) -> None:
+    tune(tmp_path)
+    with pytest.raises(ElectraError, match="another model"):
+        tune(tmp_path, encoder=encoder_of(tokenizer, seed=1))
+
+
+def test_what_does_not_matter_may_change(tune: Tune, tmp_path: Path) -> None:
+    tune(tmp_path)
+    tune(tmp_path, seeds=2, keep="all", save_every=5, at_once=2)
+
+
+def test_a_continued_run_keeps_its_threads(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what another measurement finds: sums would be rounded otherwise."""
+    tune(tmp_path, threads=1)
+    monkeypatch.setattr(runtime, "fastest_threads", lambda: 2)
+    tune(tmp_path, threads=None, seeds=2)
+    assert json.loads((tmp_path / "finetune.json").read_bytes())["threads"] == 1
+
+
+@pytest.mark.parametrize("name", ["result.json", "predictions.safetensors", "weights.safetensors"])
+def test_damage_is_told_and_its_advice_helps(name: str, tune: Tune, tmp_path: Path) -> None:
+    tune(tmp_path, seeds=2, keep="all")
+    before = outcome(tmp_path)
+    best = max(range(2), key=lambda i: before["results.json"]["seeds"][i]["score"])
+    file = tmp_path / f"seed-{best}" / name
+    file.write_bytes(file.read_bytes()[:-9])
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(CorruptError) as caught:
+        tune(tmp_path, seeds=2, keep="all")
+    assert caught.value.where == str(file)
+    assert f"delete {file.parent};" in caught.value.fix
+    shutil.rmtree(file.parent)
+    tune(tmp_path, seeds=2, keep="all")
+    after = outcome(tmp_path)
+    lines = [sorted(found.pop("metrics.jsonl").splitlines()) for found in (after, before)]
+    assert lines[0] == lines[1]
+    assert_same(after, before)
+
+
+# ---------------------------------------------------------------------- learning
+
+
+@pytest.mark.parametrize(
+    ("task", "at_least"),
+    [(RULE, 0.95), (SHARE, 0.85), (TAGS, 0.95)],  # half of the numbers are 0: ranks are rough
+    ids=["classification", "regression", "tagging"],
+)
+def test_a_rule_is_learned(task: Task, at_least: float, tune: Tune, tmp_path: Path) -> None:
+    results = tune(tmp_path, data=loaded(task, 320, 100), epochs=6.0, batch_size=16)
+    assert results["summary"]["failed"] == 0
+    assert results["summary"]["median"] > at_least
+    losses = [m["loss"] for m in read_metrics(tmp_path) if m["kind"] == "train"]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_answers_to_questions_are_learned(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    task, asked = SQUAD["squad1"], [q for q in questions(500) if q.answers]
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "length": None}
+    config = settings(task, learning_rate=5e-3, epochs=25.0, batch_size=16, **still)
+    data = SquadData({"train": asked[:300], "dev": asked[300:]}, task, tokenizer, config)
+    results = finetune(config, encoder_of(tokenizer), data, tmp_path, quiet=True)
+    assert results["summary"]["median"] > 0.75
+    assert results["ensemble"] is None
+
+
+def test_a_hopeless_run_is_counted_and_kept(tune: Tune, tmp_path: Path) -> None:
+    results = tune(tmp_path, learning_rate=1e-9, seeds=2)
+    assert [seed["failed"] for seed in results["seeds"]] == [True, True]
+    assert (results["summary"]["failed"], results["summary"]["seeds"]) == (2, 2)
+    assert "2 failed" in report([tmp_path])
+
+
+def spoiled() -> Loaded:
+    """One row of training gives a gradient that is not finite."""
+    data = loaded(SHARE)
+    data.splits["train"].labels[5] = float("inf")
+    return data
+
+
+def test_a_bad_step_does_not_reach_the_weights(tune: Tune, tmp_path: Path) -> None:
+    results = tune(tmp_path, data=spoiled(), epochs=3.0)
+    assert results["seeds"][0]["bad_steps"] == 3
+    weights = load_file(tmp_path / "seed-0" / "weights.safetensors")
+    assert all(np.isfinite(array).all() for array in weights.values())
+    assert results["summary"]["failed"] == 0
+    losses = [m["loss"] for m in read_metrics(tmp_path) if m["kind"] == "train"]
+    assert losses == ["inf"]
+
+
+def test_bad_steps_outlive_a_stop(tune: Tune, stopped: Callable[..., None], tmp_path: Path) -> None:
+    tune(tmp_path / "whole", data=spoiled(), epochs=3.0)
+    stopped(tmp_path / "run", 12, data=spoiled(), epochs=3.0)
+    tune(tmp_path / "run", data=spoiled(), epochs=3.0)
+    assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "whole"))
+
+
+def test_a_rate_that_is_far_too_high(
+    tokenizer: Tokenizer, features_of: Callable[[Task], Features]
+) -> None:
+    trainer = trainer_of(tokenizer, features_of(RULE), RULE, 2)
+    trainer.rates.fill_(1e30)
+    all_losses(trainer)
+    assert int(trainer.optimizer.bad_steps) == STEPS - 1
+    assert all(t.isfinite().all() for t in trainer.weights().values())
+    trainer.begin(3)
+    assert int(trainer.optimizer.bad_steps) == 0
+
+
+# ---------------------------------------------------------------------- what a run leaves
+
+
+DIFFERENT: dict[str, Any] = {"data": loaded(dev=200), "epochs": 6.0, "seeds": 3}  # scores
+
+
+def predictions(out: Path, seed: int, split: str) -> Any:
+    return load_file(out / f"seed-{seed}" / "predictions.safetensors")[f"{split}.logits"]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [("best", 1), ("all", 3)])
+def test_weights_that_are_kept(keep: str, kept: int, tune: Tune, tmp_path: Path) -> None:
+    results = tune(tmp_path, keep=keep, **DIFFERENT)
+    scores = [seed["score"] for seed in results["seeds"]]
+    best = scores.index(max(scores))
+    assert len(set(scores)) > 1
+    files = sorted(tmp_path.glob("seed-*/weights.safetensors"))
+    assert len(files) == kept
+    assert tmp_path / f"seed-{best}" / "weights.safetensors" in files
+    head = load_file(tmp_path / "model" / "head.safetensors")["head.out.weight"]
+    assert (head == load_file(files[best if kept > 1 else 0])["head.out.weight"]).all()
+    assert not list(tmp_path.glob("seed-*/checkpoints"))
+
+
+def test_a_seed_beyond_those_asked_for_does_not_count(tune: Tune, tmp_path: Path) -> None:
+    """It was better, so that the weights of the others are gone."""
+    tune(tmp_path)
+    better = shutil.copytree(tmp_path / "seed-0", tmp_path / "seed-1") / "result.json"
+    better.write_text(json.dumps(json.loads(better.read_bytes()) | {"seed": 1, "score": 2.0}))
+    shutil.rmtree(tmp_path / "seed-0")
+    shutil.rmtree(tmp_path / "model")
+    assert tune(tmp_path)["summary"]["best"] <= 1
+    assert (tmp_path / "seed-0" / "weights.safetensors").is_file()
+
+
+def test_an_ensemble_is_the_mean_of_probabilities(tune: Tune, tmp_path: Path) -> None:
+    results = tune(tmp_path, **DIFFERENT)
+    mean = np.zeros((200, 2))
+    for seed in range(3):
+        e = np.exp(predictions(tmp_path, seed, "dev").astype(np.float64))
+        mean += e / e.sum(1, keepdims=True) / 3
+    right = (mean.argmax(1) == np.array(DIFFERENT["data"].splits["dev"].labels)).mean()
+    assert results["ensemble"]["dev"]["accuracy"] == pytest.approx(right)
+
+
+def test_a_sure_seed_does_not_outvote_two(tokenizer: Tokenizer) -> None:
+    """As it would by the mean of logits."""
+    data = TextData(loaded(), tokenizer, settings())
+    given = [{"logits": np.array([row], np.float32)} for row in ((0, 10), (4, 0), (4, 0))]
+    together = data.ensemble(given)
+    assert together is not None
+    expected = (1 / (1 + np.exp(10.0)) + 2 / (1 + np.exp(-4.0))) / 3
+    assert np.exp(together["logits"]) == pytest.approx(np.array([[expected, 1 - expected]]))
+
+
+def test_an_ensemble_of_numbers_is_their_mean(tune: Tune, tmp_path: Path) -> None:
+    data = loaded(SHARE)
+    results = tune(tmp_path, data=data, seeds=2)
+    dev, test = (
+        np.mean([predictions(tmp_path, seed, split)[:, 0] for seed in range(2)], 0)
+        for split in ("dev", "test")
+    )
+    expected = spearmanr(dev, data.splits["dev"].labels).statistic
+    assert results["ensemble"]["dev"]["spearman"] == pytest.approx(expected, abs=1e-9)
+    written = (tmp_path / "test" / "share-test.tsv").read_text().splitlines()
+    assert [float(line.split("\t")[1]) for line in written[1:]] == pytest.approx(
+        (5 * test).tolist(), abs=6e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "known"),
+    [(RULE, {"dry", "wet"}), (TAGS, {"O", "V"})],
+    ids=["classification", "tagging"],
+)
+def test_answers_to_a_test_set(task: Task, known: set[str], tune: Tune, tmp_path: Path) -> None:
+    data = loaded(task)
+    results = tune(tmp_path, data=data)
+    head, *lines = (tmp_path / "test" / f"{task.name}-test.tsv").read_text().splitlines()
+    assert head == "index\tprediction"
+    assert [line.split("\t")[0] for line in lines] == data.splits["test"].ids
+    answers = [line.split("\t")[1].split(" ") for line in lines]
+    assert {answer for row in answers for answer in row} <= known
+    if task is TAGS:
+        assert [len(row) for row in answers] == [len(t) for t in data.splits["test"].texts]
+    assert results["ensemble"] is None
+    assert list(results["seeds"][0]["scores"]) == ["dev"]
+    assert [p.name for p in (tmp_path / "test").iterdir()] == [f"{task.name}-test.tsv"]
+
+
+def test_the_report_reads_the_results(tune: Tune, tmp_path: Path) -> None:
+    results = tune(tmp_path / "run", seeds=3)
+    report([tmp_path / "run"], tmp_path / "report")
+    with open(tmp_path / "report" / "report.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    for key, value in results["summary"].items():
+        assert float(row[key]) == pytest.approx(value), key
+    assert float(row["ensemble"]) == pytest.approx(results["ensemble"]["dev"]["accuracy"])
+    assert (row["task"], row["metric"], row["state"]) == ("rule", "accuracy", "finished")
+    assert json.loads((tmp_path / "run" / "results.json").read_bytes()) == results
+
+
+def test_a_sentence_of_many_rows_is_answered_whole(tokenizer: Tokenizer) -> None:
+    long = tuple(random.Random(0).choices(NOUNS, k=50))
+    part = Examples([("river",), long, ("stone", "river")], [[0], [0] * 50, [0, 1]], list("abc"))
+    data = TextData(Loaded(TAGS, {"train": part, "dev": part}), tokenizer, settings(TAGS))
+    assert len(data.splits["dev"]) > 3
+    encoder = encoder_of(tokenizer, noise=0.3)
+    here = runtime.start(RunConfig(device="cpu", threads=1))
+    trainer = Trainer(encoder, data.train, TAGS, 2, settings(TAGS), here)
+    found = module.predict(trainer.model, data.splits["dev"], torch.device("cpu"), batch=2)
+    answers = data.answers(found, data.splits["dev"])
+    assert [len(row) for row in answers] == [1, 50, 2]
+    alone = TextData(
+        Loaded(TAGS, {"train": part, "dev": Examples([long], [[0] * 50], ["b"])}),
+        tokenizer,
+        settings(TAGS),
+    )
+    again = module.predict(trainer.model, alone.splits["dev"], torch.device("cpu"))
+    assert alone.answers(again, alone.splits["dev"]) == [answers[1]]
+    assert len(set(answers[1])) == 2
