@@ -635,12 +635,14 @@ class _SeedRun:
         write_atomic(self.here / "predictions.safetensors", arrays_bytes(flat))
         seeds = range(config.seed, config.seed + config.seeds)
         others = [read_json(self.out / f"seed-{s}" / "result.json") for s in seeds]
-        if config.keep == "all" or _best([*filter(None, others), result]) is result:
+        is_best = _best([*filter(None, others), result]) is result
+        if config.keep == "all" or is_best:
             write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
-            for path in self.out.glob("seed-*/weights.safetensors"):
-                if config.keep == "best" and path.parent != self.here:
-                    path.unlink()
         write_atomic(self.here / "result.json", json_bytes(result, indent=1))
+        if config.keep == "best" and is_best:
+            for path in self.out.glob("seed-*/weights.safetensors"):
+                if path.parent != self.here:
+                    path.unlink()
         shutil.rmtree(self.here / "checkpoints")
         return result
 
