@@ -40,7 +40,7 @@ from . import runtime as runtimes
 from .checkpoint import Saver, load_newest
 from .config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from .encoder import Embeddings, Encoder
-from .errors import CorruptError, ElectraError, Stopped
+from .errors import CorruptError, ElectraError, NumericError, Stopped
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
 from .files import exclusive, json_bytes, write_atomic
 from .heads import LinearSpanHead, SpanHead, TaskModel, build_head, initialise_head
@@ -229,7 +229,10 @@ class SquadData:
         return squad.answers(self.questions[split], self._windows[split], predictions)
 
     def score(self, split: str, predictions: Predictions) -> dict[str, float]:
-        given = self._answers(split, predictions)
+        try:
+            given = self._answers(split, predictions)
+        except NumericError:  # a seed that diverged has failed; the others go on
+            return {"exact": 0.0, "f1": 0.0, self.task.metric: 0.0}
         scores = squad.evaluate(self.questions[split], given, self._threshold)
         return {n: v if n.endswith("threshold") else v / 100 for n, v in scores.items()}
 

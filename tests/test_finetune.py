@@ -1049,3 +1049,19 @@ def test_a_sentence_of_many_rows_is_answered_whole(tokenizer: Tokenizer) -> None
     again = module.predict(trainer.model, alone.splits["dev"], torch.device("cpu"))
     assert alone.answers(again, alone.splits["dev"]) == [answers[1]]
     assert len(set(answers[1])) == 2
+
+
+@pytest.mark.parametrize("name", ["squad1", "squad2"])
+def test_a_seed_that_diverged_on_questions_has_failed(name: str, tokenizer: Tokenizer) -> None:
+    task = SQUAD[name]
+    asked = [q for q in questions(40) if name == "squad2" or not q.impossible]
+    config = settings(task, length=None)
+    data = SquadData({"train": asked[:20], "dev": asked[20:]}, task, tokenizer, config)
+    windows = len(data.splits["dev"])
+    beam = {"start_index": (windows, 5), "end_index": (windows, 5, 5)}
+    scores = {"start_log_probs": (windows, 5), "end_log_probs": (windows, 5, 5)}
+    predictions: dict[str, Any] = {n: np.zeros(shape, np.int64) for n, shape in beam.items()}
+    predictions |= {n: np.full(shape, np.nan, np.float32) for n, shape in scores.items()}
+    predictions["answerable"] = np.full(windows, np.nan, np.float32)
+    assert data.score("dev", predictions)[task.metric] == 0.0
+    assert data.failed("dev", predictions)
