@@ -21,7 +21,7 @@ from typing import Any
 
 import xxhash
 
-from .errors import ElectraError
+from .errors import CorruptError, ElectraError
 
 Bytes = bytes | bytearray | memoryview
 
@@ -139,3 +139,17 @@ def storage_errors(path: Path) -> Generator[None]:
             what = f"The disk is full: {shutil.disk_usage(path.parent).free:,} bytes are free."
             fix = "make room, then give the same command again: what is complete is kept"
         raise ElectraError(what, where=str(path), fix=fix) from error
+
+
+def read_json(path: Path, *, fix: str = "restore it from a backup") -> dict[str, Any]:
+    """The object in a JSON file, or an empty one if there is no such file."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        what = f"The file cannot be read: {error.strerror}."
+        raise ElectraError(what, where=str(path), fix="check the path") from error
+    except ValueError as error:
+        what = f"The file is not valid JSON: {error}."
+        raise CorruptError(what, where=str(path), fix=fix) from error

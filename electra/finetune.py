@@ -42,7 +42,7 @@ from .config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from .encoder import Embeddings, Encoder
 from .errors import CorruptError, ElectraError, NumericError, Stopped
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
-from .files import exclusive, json_bytes, write_atomic
+from .files import exclusive, json_bytes, read_json, write_atomic
 from .heads import LinearSpanHead, SpanHead, TaskModel, build_head, initialise_head
 from .hf import LoadedEncoder, export_finetuned
 from .optim import Adam, learning_rate
@@ -498,7 +498,7 @@ def finetune(
     with exclusive(out), StopRequest() as stop:
         _enter_run(before, config, encoder, data, runtime, record_path)
         seeds = range(config.seed, config.seed + config.seeds)
-        done = {seed: read_json(out / f"seed-{seed}" / "result.json") for seed in seeds}
+        done = {seed: _read_result(out, seed) for seed in seeds}
         left = [seed for seed in seeds if not done[seed]]
         for seed in set(seeds) - set(left):  # a kill may have come before they were deleted
             shutil.rmtree(out / f"seed-{seed}" / "checkpoints", ignore_errors=True)
@@ -637,7 +637,7 @@ class _SeedRun:
         }
         write_atomic(self.here / "predictions.safetensors", arrays_bytes(flat))
         seeds = range(config.seed, config.seed + config.seeds)
-        others = [read_json(self.out / f"seed-{s}" / "result.json") for s in seeds]
+        others = [_read_result(self.out, s) for s in seeds]
         is_best = _best([*filter(None, others), result]) is result
         if config.keep == "all" or is_best:
             write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
@@ -767,6 +767,12 @@ def _fingerprint(features: Sequence[Features]) -> str:
     return digest.hexdigest()
 
 
+def _read_result(out: Path, seed: int) -> dict[str, Any]:
+    """What a finished seed left, or nothing."""
+    path = out / f"seed-{seed}" / "result.json"
+    return read_json(path, fix=f"delete {path.parent}; the same command trains this seed again")
+
+
 def _read_predictions(directory: Path) -> dict[str, Predictions]:
     path = directory / "predictions.safetensors"
     try:
@@ -793,13 +799,3 @@ def _damaged(path: Path, error: Exception) -> CorruptError:
         where=str(path),
         fix=f"delete {path.parent}; the same command trains this seed again",
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or an empty one if there is no file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        try:
-            return json.loads(path.read_bytes())
-        except ValueError as error:
-            raise _damaged(path, error) from error
-    return {}

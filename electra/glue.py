@@ -170,14 +170,9 @@ def _majority(name: str, data: Path, out: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- predict
 
 
-def load_model(path: Path) -> FineTuned:
-    """The fine-tuned model of a run or of an exported directory."""
-    return load_finetuned(path / "model" if (path / "finetune.json").is_file() else path)
-
-
 def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
     """One answer per row of a file, or for a text itself."""
-    loaded = load_model(model)
+    loaded = load_finetuned(model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.to(device)
     task = loaded.task
@@ -204,7 +199,7 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
         features = encode_texts(examples.texts, nothing, loaded.tokenizer, loaded.length)
     scores = predict(loaded.model, features, device)["logits"]
     if task.kind == "regression":
-        values = (scores[:, 0] * task.scale).tolist()
+        values = scores[:, 0].tolist()
         return [{"id": i, "prediction": v} for i, v in zip(examples.ids, values, strict=True)]
     shifted = np.exp(scores - scores.max(-1, keepdims=True))
     probability = shifted / shifted.sum(-1, keepdims=True)

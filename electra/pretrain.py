@@ -12,7 +12,6 @@ from the step, so continuing is exact.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -33,7 +32,7 @@ from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import ElectraError, NumericError, Stopped
 from .evaluate import diagnose, evaluate, unigram_entropy
-from .files import exclusive, json_bytes, write_atomic
+from .files import exclusive, json_bytes, read_json, write_atomic
 from .flops import matmul_flops_per_token
 from .objectives import Batch, Losses, Objective, SpecialIds, build_objective
 from .optim import Adam, learning_rate
@@ -78,7 +77,7 @@ def pretrain(
     """
     check_fits(config, corpus)
     # Read before the run is entered, so that a resumed run computes with the same thread count.
-    before = _read_json(out / "run.json")
+    before = read_json(out / "run.json")
     runtime = runtimes.start(config.run, threads=before.get("threads"))
     if config.data.batch_size % runtime.world:
         raise ElectraError(
@@ -563,7 +562,7 @@ class LoadedRun:
 
 def load_run(run: Path) -> LoadedRun:
     """The networks of a run directory at its newest intact checkpoint, float32 on the CPU."""
-    record = _read_json(run / "run.json")
+    record = read_json(run / "run.json")
     saved = load_newest(run / "checkpoints", set_aside=False) if record else None
     if not record or saved is None:
         raise ElectraError(
@@ -589,21 +588,6 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
         elif a != b:
             changed[f"{prefix}{key}"] = f"{prefix}{key}: {a} → {b}"
     return changed
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise ElectraError(
-            f"The file cannot be read: {error.strerror}.", where=str(path), fix="check the path"
-        ) from error
-    except ValueError as error:
-        raise ElectraError(
-            f"The file is not valid JSON: {error}.", where=str(path), fix="restore it from a backup"
-        ) from error
 
 
 def _duration(seconds: float) -> str:
