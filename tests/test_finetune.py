@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peers
 import pytest
 import torch
 import torch.nn.functional as F
@@ -276,21 +277,6 @@ def real_rows(trainer: Trainer, step: int) -> list[int]:
     return trainer.rows[step][trainer.weight[step] > 0].tolist()
 
 
-def transformers_config(outputs: int, vocab_size: int) -> transformers.ElectraConfig:
-    return transformers.ElectraConfig(
-        vocab_size=vocab_size,
-        embedding_size=CONFIG.embedding_size,
-        hidden_size=CONFIG.hidden_size,
-        intermediate_size=CONFIG.ffn_size,
-        num_hidden_layers=CONFIG.layers,
-        num_attention_heads=CONFIG.attention_heads,
-        max_position_embeddings=CONFIG.max_positions,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=outputs,
-    )
-
-
 def plain_optimizer(named: Sequence[tuple[str, nn.Parameter]], config: FinetuneConfig) -> Any:
     """torch's AdamW with a group per parameter, and its schedule: 10 % warm-up, then linear."""
     groups = list[dict[str, Any]]()
@@ -367,7 +353,7 @@ def test_fifty_steps_of_transformers(
 ) -> None:
     f = features_of(task)
     trainer = trainer_of(tokenizer, f, task, outputs, head="hf")
-    theirs = kind(transformers_config(outputs, tokenizer.vocab_size))
+    theirs = kind(peers.electra_config(CONFIG, tokenizer.vocab_size, num_labels=outputs))
     network = hf.Network(task.kind, CONFIG, tokenizer.vocab_size, trainer.weights())
     assert not any(theirs.load_state_dict(hf.to_transformers(network)))
     # The vector of [PAD] learns only where padding is an outcome; transformers then holds it fixed.
@@ -433,7 +419,9 @@ def test_fifty_steps_of_a_slow_joint_head(
     trainer = trainer_of(tokenizer, f, QA, 2, head="paper")
     weights = trainer.weights()
     network = hf.Network("encoder", CONFIG, tokenizer.vocab_size, weights)
-    electra = transformers.ElectraModel(transformers_config(2, tokenizer.vocab_size))
+    electra = transformers.ElectraModel(
+        peers.electra_config(CONFIG, tokenizer.vocab_size, num_labels=2)
+    )
     state = {k.removeprefix("electra."): t for k, t in hf.to_transformers(network).items()}
     assert not any(electra.load_state_dict(state))
     head = nn.ModuleDict()
@@ -654,7 +642,9 @@ def model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A directory as transformers writes it."""
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    network = transformers.ElectraModel(transformers_config(2, tokenizer.vocab_size))
+    network = transformers.ElectraModel(
+        peers.electra_config(CONFIG, tokenizer.vocab_size, num_labels=2)
+    )
     network.save_pretrained(directory)
     tokenizer.save(directory)
     return directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import peers
 import pytest
 import torch
 import transformers
@@ -91,19 +92,7 @@ def model_of(
 
 def in_transformers(model: TaskModel, kind: Kind, outputs: int) -> Any:
     """The same model as a class of transformers, in float64."""
-    c = CONFIG
-    config = transformers.ElectraConfig(
-        vocab_size=V,
-        embedding_size=c.embedding_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.ffn_size,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.attention_heads,
-        max_position_embeddings=c.max_positions,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=outputs,
-    )
+    config = peers.electra_config(CONFIG, V, num_labels=outputs)
     classes: dict[Kind, Any] = {
         "tagging": transformers.ElectraForTokenClassification,
         "qa": transformers.ElectraForQuestionAnswering,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peers
 import pytest
 import torch
 import transformers
@@ -79,18 +80,7 @@ def batch_and_rng(objective: Objective) -> tuple[Batch, StepRng]:
 
 def in_transformers(network: hf.Network, dtype: torch.dtype) -> Any:
     """The same network as a model of transformers, which ties its own output table."""
-    c = network.config
-    config = transformers.ElectraConfig(
-        vocab_size=network.vocab_size,
-        embedding_size=c.embedding_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.ffn_size,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.attention_heads,
-        max_position_embeddings=c.max_positions,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    config = peers.electra_config(network.config, network.vocab_size)
     classes = {
         "discriminator": transformers.ElectraForPreTraining,
         "generator": transformers.ElectraForMaskedLM,
