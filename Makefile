@@ -1,10 +1,10 @@
 # make demo   sets up, then trains, tries and compares a tiny ELECTRA on real text
-# make test   sets up, then runs all tests
+# make test   sets up, then runs the tests; make test-long runs those that take long
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test demo clean
+.PHONY: setup check test test-long demo clean
 
 setup: $(VENV)/.ready
 
@@ -21,8 +21,11 @@ check: setup
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: setup
-	$(BIN)/python -m pytest -n 2 -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -n 2 -m 'not alone and not long'
+	$(BIN)/python -m pytest -m 'alone and not long'
+
+test-long: setup
+	$(BIN)/python -m pytest -m long
 
 demo: setup
 	$(BIN)/electra demo
