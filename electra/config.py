@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from .errors import ElectraError
 
-Sharing = Literal["none", "embeddings", "all"]
+Sharing = Literal["none", "embeddings", "disentangled", "all"]
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,21 @@ class GeneratorConfig(Settings):
     """Hidden size, feed-forward size and heads as a fraction of the discriminator's."""
     depth: Positive = 1.0
     """Layers of the generator as a fraction of the discriminator's."""
+    kind: Literal["network", "uniform", "unigram"] = "network"
+    """network: a masked language model. uniform, unigram: tokens drawn without looking at the
+    text, all alike or as often as the corpus has them."""
     sharing: Sharing = "embeddings"
-    """Weights shared with the discriminator: none, embeddings (the whole embedding block) or all
-    (needs width and depth 1)."""
+    """Weights shared with the discriminator: none; embeddings (the whole embedding block);
+    disentangled (the discriminator's tables are the generator's, which it does not train, plus a
+    difference of its own); all (needs width and depth 1)."""
     temperature: Positive = 1.0
     """Divides the generator's logits before sampling."""
+    temperature_steps: Whole = 0
+    """Steps over which the temperature falls towards 1 by a factor e; 0: it stays."""
     disallow_correct: bool = False
     """Never sample the original token."""
+    frozen: bool = False
+    """The generator is a trained one (--init) and stays as it is."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -134,6 +142,9 @@ class GeneratorConfig(Settings):
             what = "Sharing all weights needs a generator of the discriminator's size."
             fix = "set generator.width and generator.depth to 1, or share only the embeddings"
             raise ElectraError(what, where="generator.sharing", fix=fix)
+        if self.frozen and self.sharing != "none":
+            what = "A frozen generator cannot share weights that the discriminator trains."
+            raise ElectraError(what, where="generator.frozen", fix="set generator.sharing to none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +152,19 @@ class ObjectiveConfig(Settings):
     """What is minimised, and each point on which the paper and the released code differ."""
 
     _group = "objective."
-    kind: Literal["rtd", "mlm"] = "rtd"
-    """rtd: replaced token detection. mlm: masked language modelling (BERT)."""
+    kind: Literal["rtd", "mlm", "replace_mlm", "all_tokens_mlm", "electric"] = "rtd"
+    """rtd: replaced token detection. mlm: masked language modelling (BERT). replace_mlm: MLM on the
+    generator's samples instead of [MASK]. all_tokens_mlm: the same for every token, with a copy
+    gate. electric: an energy for every token, against a two-tower generator."""
+    disc_positions: Literal["all", "masked", "other"] = "all"
+    """Tokens the discriminator's loss is over: all; the masked ones (ELECTRA 15 %); as many others
+    (its control)."""
+    algorithm: Literal["joint", "two_stage", "adversarial"] = "joint"
+    """joint: both losses at once. two_stage: the generator for half of the steps, then, with the
+    generator frozen, the discriminator. adversarial: the generator is rewarded for the
+    discriminator's mistakes (REINFORCE)."""
+    stage_two: Literal["copy", "fresh"] = "copy"
+    """Where the discriminator of two_stage starts: at the generator's weights, or at new ones."""
     disc_weight: NotNegative = 50.0
     """λ, the weight of the discriminator's loss."""
     gen_weight: NotNegative = 1.0
@@ -273,6 +295,43 @@ class PretrainConfig:
             what = f"sequence_length {length} is longer than max_positions {longest}."
             fix = "raise encoder.max_positions or shorten the sequences"
             raise ElectraError(what, where="data.sequence_length", fix=fix)
+        o, g = self.objective, self.generator
+        for broken, where, what, fix in (
+            (
+                o.algorithm != "joint" and (o.kind, g.kind) != ("rtd", "network"),
+                "objective.algorithm",
+                f"{o.algorithm} is a way to train a generator and a discriminator.",
+                "use it with objective.kind rtd and generator.kind network",
+            ),
+            (
+                o.algorithm == "two_stage" and g.sharing != "none",
+                "generator.sharing",
+                "The frozen generator of two_stage cannot share weights.",
+                "set generator.sharing to none",
+            ),
+            (
+                o.algorithm == "two_stage"
+                and o.stage_two == "copy"
+                and (g.width, g.depth) != (1, 1),
+                "objective.stage_two",
+                "Only a generator of the discriminator's size can be copied into it.",
+                "set generator.width and generator.depth to 1, or objective.stage_two to fresh",
+            ),
+            (
+                o.algorithm == "two_stage" and self.run.minutes is not None,
+                "run.minutes",
+                "two_stage changes over at half of the steps, which minutes do not tell.",
+                "use run.train-steps alone",
+            ),
+            (
+                g.kind != "network" and (g.frozen or g.disallow_correct or o.kind == "electric"),
+                "generator.kind",
+                "This needs a generator that is a network.",
+                "set generator.kind to network",
+            ),
+        ):
+            if broken:
+                raise ElectraError(what, where=where, fix=fix)
 
     @property
     def generator_encoder(self) -> EncoderConfig:
@@ -300,6 +359,11 @@ class PretrainConfig:
         if self.objective.mask_count == "round":
             return max(1, int((p + 0.005) * n))
         return math.ceil(round(p * n, 6))
+
+    @property
+    def switch_step(self) -> int | None:
+        """Where two_stage changes from the generator to the discriminator."""
+        return self.run.train_steps // 2 if self.objective.algorithm == "two_stage" else None
 
     @property
     def tokens_per_step(self) -> int:

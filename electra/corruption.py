@@ -41,7 +41,12 @@ def num_masked(length: Tensor, slots: int, config: ObjectiveConfig) -> Tensor:
 
 
 def choose_positions(
-    candidates: Tensor, length: Tensor, slots: int, config: ObjectiveConfig, rng: StepRng
+    candidates: Tensor,
+    length: Tensor,
+    slots: int,
+    config: ObjectiveConfig,
+    rng: StepRng,
+    purpose: Purpose = Purpose.POSITIONS,
 ) -> Positions:
     """k positions of each sequence, uniform over `candidates` (B, T) bool."""
     T = candidates.shape[1]
@@ -51,12 +56,12 @@ def choose_positions(
     if config.mask_positions == "distinct":
         # The M largest of T random keys. The position is part of the key: no ties, so every
         # device and every sort picks the same set.
-        key = (rng.bits(Purpose.POSITIONS, T) >> 8) * T + position
+        key = (rng.bits(purpose, T) >> 8) * T + position
         at = torch.where(candidates, key, -1).topk(min(slots, T), dim=1).indices  # (B, M)
         k = torch.minimum(k, available)
     else:
         order = torch.where(candidates, position, T).sort(dim=1).values  # candidates first
-        draw = rng.uniform(Purpose.POSITIONS, slots) * available[:, None]
+        draw = rng.uniform(purpose, slots) * available[:, None]
         at = order.gather(1, draw.long().clamp(max=T - 1))  # (B, M)
         k = torch.where(available > 0, k, 0)
     valid = torch.arange(at.shape[1], device=at.device) < k[:, None]  # (B, M)
@@ -109,11 +114,11 @@ def resolve_duplicates(m: Positions, sampled: Tensor, config: ObjectiveConfig) -
 
 
 def proposal_logits(
-    logits: Tensor, original: Tensor, temperature: float, disallow_correct: bool
+    logits: Tensor, original: Tensor, temperature: float | Tensor, disallow_correct: bool
 ) -> Tensor:
     """The logits that are sampled from, (..., V) float32."""
     logits = logits.float()
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor) or temperature != 1.0:
         logits = logits / temperature
     if disallow_correct:
         penalty = torch.full_like(original, -1000.0, dtype=logits.dtype)

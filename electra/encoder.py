@@ -57,7 +57,8 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Hidden states (B, T, D).
 
-        x, segment: (B, T). mask: (B, T) bool, true on tokens, or None when nothing is padded.
+        x, segment: (B, T). mask: (B, T) bool, true on tokens, or None when nothing is padded;
+        (B, T, T) where each token sees others.
         rng: draws dropout when given; None means evaluation. only_first: return the state of
         [CLS] alone, (B, 1, D), and let the last block compute no other.
         """
@@ -66,29 +67,48 @@ class Encoder(nn.Module):
         h = h.to(self.working_dtype)
         if self.project is not None:
             h = self.project(h)  # (B, T, D)
-        bias = mask[:, None, None, :] if mask is not None else None  # (B, 1, 1, T)
+        bias = mask if mask is None else mask.view(len(x), 1, -1, x.shape[1])  # (B, 1, 1 or T, T)
         for block in self.blocks[:-1]:
             h = block(h, bias, rng)
         return self.blocks[-1](h, bias, rng, 1 if only_first else None)
 
 
 class Embeddings(nn.Module):
-    """Word + position + segment embeddings, normalised, at embedding size. The shareable block."""
+    """Word + position + segment embeddings, normalised, at embedding size. The shareable block.
 
-    def __init__(self, config: EncoderConfig, vocab_size: int) -> None:
+    With `base` the tables hold what is added to those of another block, which get no gradient
+    from here (gradient-disentangled sharing).
+    """
+
+    def __init__(
+        self, config: EncoderConfig, vocab_size: int, base: Embeddings | None = None
+    ) -> None:
         super().__init__()
+        self._base = (base,)  # a tuple hides it: its parameters belong to the other block
         E = config.embedding_size
         self.word = nn.Embedding(vocab_size, E)
         self.position = nn.Embedding(config.max_positions, E)
         self.segment = nn.Embedding(2, E)
         self.norm = LayerNorm(E, config.layer_norm_eps)
 
+    @property
+    def base(self) -> Embeddings | None:
+        return self._base[0]
+
+    def table(self, name: Literal["word", "position", "segment"]) -> Tensor:
+        """The table as it is looked up."""
+        own: Tensor = getattr(self, name).weight
+        return own if self.base is None else own + getattr(self.base, name).weight.detach()
+
     def forward(self, x: Tensor, segment: Tensor) -> Tensor:
-        position = self.position.weight[: x.shape[1]]  # (T, E)
+        word = self.word(x)
+        if self.base is not None:  # two look-ups instead of a sum of two tables
+            word = word + F.embedding(x, self.base.word.weight.detach())
+        position = self.table("position")[: x.shape[1]]  # (T, E)
         # Chosen, not looked up: the gradient of a lookup with two rows would be a queue.
-        first, second = self.segment.weight
+        first, second = self.table("segment")
         kind = torch.where(segment[..., None] == 0, first, second)  # (B, T, E)
-        return self.norm(self.word(x) + position + kind)  # (B, T, E)
+        return self.norm(word + position + kind)  # (B, T, E)
 
 
 class Block(nn.Module):
@@ -141,6 +161,39 @@ class Block(nn.Module):
             probability = rng.dropout(probability, p, self.site + 2)
             a = probability.to(v.dtype) @ v  # (B, H, T, K)
         return a.transpose(1, 2).reshape(B, -1, D)
+
+
+class TwoTowers(nn.Module):
+    """p(x_t | all other tokens) for every t at once: Electric's generator.
+
+    One encoder reads from the left, one from the right, and what is said about t comes from the
+    first at t − 1 and the second at t + 1, so that x_t itself is never seen.
+    """
+
+    def __init__(self, config: EncoderConfig, embeddings: Embeddings, *, site: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.left = Encoder(config, embeddings, site=site)
+        self.right = Encoder(config, embeddings, site=site + 3 * config.layers + 1)
+
+    @property
+    def embeddings(self) -> Embeddings:
+        return self.left.embeddings
+
+    def forward(self, x: Tensor, segment: Tensor, mask: Tensor | None, rng: Rng | None) -> Tensor:
+        """(B, T, 2 D)."""
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+        seen = seen.expand(len(x), -1, -1)  # (B, T, T)
+        if mask is not None:  # a padded place sees itself, so that no row is empty
+            own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
+            left, right = (s & (mask[:, None] | own) for s in (seen, seen.mT))
+        else:
+            left, right = seen, seen.mT
+        before = self.left(x, segment, left, rng)  # (B, T, D)
+        after = self.right(x, segment, right, rng)
+        return torch.cat(
+            [F.pad(before[:, :-1], (0, 0, 1, 0)), F.pad(after[:, 1:], (0, 0, 0, 1))], 2
+        )
 
 
 class LayerNorm(nn.Module):
@@ -238,6 +291,10 @@ def initialise(module: nn.Module, init: Literal["paper", "local"], seed: int) ->
         P = max(1, min(FREQUENCIES, *map(min, sizes)))
         for encoder in encoders:
             _look_at_neighbours(encoder, P, draw)
+    for part in module.modules():
+        if isinstance(part, Embeddings) and part.base is not None:
+            for difference in (part.word, part.position, part.segment):
+                difference.weight.zero_()
 
 
 NEIGHBOURS = (-1, 1, -2, 2)  # one offset per head, over as many of the first blocks as it takes

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from .batches import Block
 from .corpus import Examples
@@ -122,14 +123,21 @@ def roc_auc(score: np.ndarray, positive: np.ndarray) -> float:
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
 
 
-def unigram_entropy(examples: Examples, special_ids: tuple[int, ...], vocab_size: int) -> float:
-    """Entropy of the token frequencies in nats: what a generator reaches that reads no context."""
+def token_counts(
+    examples: Examples, special_ids: tuple[int, ...], vocab_size: int
+) -> NDArray[np.float64]:
+    """(V,) how often each token comes up in up to 16,384 of the examples; specials do not."""
     some = np.linspace(0, len(examples) - 1, min(len(examples), 16_384)).astype(np.int64)
     counts = np.zeros(vocab_size)
     for begin in range(0, len(some), 2048):
         ids, _, _ = examples.gather(some[begin : begin + 2048])
         counts += np.bincount(ids.reshape(-1), minlength=vocab_size)
     counts[list(special_ids)] = 0
+    return counts
+
+
+def unigram_entropy(counts: NDArray[np.float64]) -> float:
+    """Entropy of the token frequencies in nats: what a generator reaches that reads no context."""
     share = counts[counts > 0] / max(1.0, counts.sum())
     return float(-(share * np.log(share)).sum())
 

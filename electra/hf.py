@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -42,7 +42,14 @@ from .config import EncoderConfig, PretrainConfig, Sharing, from_dict, read_sett
 from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead
 from .errors import CorruptError, ElectraError
 from .files import fsync_dir, json_bytes, storage_errors, write_atomic, xxh3_file
-from .objectives import MaskedLM, Objective, ReplacedTokenDetection, SpecialIds, build_objective
+from .objectives import (
+    MaskedLM,
+    Objective,
+    ReplacedTokenDetection,
+    ReplaceMLM,
+    SpecialIds,
+    build_objective,
+)
 from .report import code, long_form, table
 from .tasks import Task
 from .tokenizer import Tokenizer
@@ -212,12 +219,19 @@ def _pair(encoder: Encoder, head: DiscriminatorHead | GeneratorHead) -> Any:
 
 
 def _pairs(objective: Objective) -> dict[Kind, Any]:
-    assert isinstance(objective, ReplacedTokenDetection | MaskedLM)
-    generator = _pair(objective.generator, objective.generator_head)
+    """The networks that transformers has a class for; a lone masked language model is a generator.
+
+    Heads without such a class (a copy gate's vocabulary, a baseline, two towers) stay in the run.
+    """
     if isinstance(objective, MaskedLM):
-        return {"generator": generator}
-    discriminator = _pair(objective.discriminator, objective.discriminator_head)
-    return {"discriminator": discriminator, "generator": generator}
+        return {"generator": _pair(objective.generator, objective.generator_head)}
+    if isinstance(objective, ReplaceMLM):
+        return {"generator": _pair(objective.discriminator, objective.main_head)}
+    assert isinstance(objective, ReplacedTokenDetection)
+    pairs = {"discriminator": _pair(objective.discriminator, objective.discriminator_head)}
+    if isinstance(objective.generator, Encoder) and objective.generator_head is not None:
+        pairs["generator"] = _pair(objective.generator, objective.generator_head)
+    return cast(dict[Kind, Any], pairs)
 
 
 def _empty(kind: Layout, config: EncoderConfig, vocab_size: int, disc_head: DiscHead) -> Any:
@@ -255,10 +269,14 @@ def _part(tensors: Tensors, prefix: str) -> Tensors:
 
 def networks_of(objective: Objective) -> tuple[Network, ...]:
     """The networks of an objective, each with its own copy of what they share."""
-    return tuple(
-        Network(kind, pair.encoder.config, objective.vocab_size, _tensors(pair))
-        for kind, pair in _pairs(objective).items()
-    )
+    networks: list[Network] = []
+    for kind, pair in _pairs(objective).items():
+        tensors = _tensors(pair)
+        for name in ("word", "position", "segment"):  # a difference becomes the table it stands for
+            table = pair.encoder.embeddings.table(name).detach()
+            tensors[f"encoder.embeddings.{name}.weight"] = table.to("cpu", torch.float32, copy=True)
+        networks.append(Network(kind, pair.encoder.config, objective.vocab_size, tensors))
+    return tuple(networks)
 
 
 # ---------------------------------------------------------------------- export
@@ -678,7 +696,7 @@ def config_of(pretrained: Pretrained, base: PretrainConfig) -> PretrainConfig:
     """
     d, g = pretrained.discriminator, pretrained.generator
     generator, objective = base.generator, base.objective
-    if d is None or objective.kind == "mlm":
+    if d is None or objective.kind in ("mlm", "replace_mlm"):
         encoder = pretrained.network("generator").config
         generator = replace(generator, width=1.0, depth=1.0)
     else:
@@ -707,7 +725,7 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
 
     Raises when a network that is there does not fit the settings.
     """
-    if config.objective.kind == "mlm":
+    if config.objective.kind in ("mlm", "replace_mlm"):
         pretrained.network("generator")  # nothing else is trained, so it has to be there
     # The special ids are of no weight here: nothing is masked.
     objective = build_objective(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
@@ -724,12 +742,18 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
             fix = "use the model's own tokenizer, and leave out its sizes: they are taken from it"
             raise ElectraError(what, where=str(pretrained.path), fix=fix)
     pairs, d, g = _pairs(objective), pretrained.discriminator, pretrained.generator
-    if g is not None:
+    if g is not None and "generator" in pairs:
         pairs["generator"].load_state_dict(g.tensors)
     if d is not None and "discriminator" in pairs:  # comes last and decides on what is shared
         pairs["discriminator"].load_state_dict(d.tensors)
-    now = pairs["generator"].state_dict()
-    if g is not None and any(not torch.equal(t, now[name]) for name, t in g.tensors.items()):
+        embeddings = pairs["discriminator"].encoder.embeddings
+        if embeddings.base is not None:  # what was loaded are tables, not differences
+            for name in ("word", "position", "segment"):
+                with torch.no_grad():
+                    own = getattr(embeddings, name).weight
+                    own.sub_(getattr(embeddings.base, name).weight)
+    now = pairs["generator"].state_dict() if "generator" in pairs else {}
+    if g is not None and any(not torch.equal(t, g.tensors[name]) for name, t in now.items()):
         shared = "embeddings" if config.generator.sharing == "embeddings" else "encoder"
         notes.append(f"the generator gives up its own {shared} for the discriminator's")
     parameters = {name: p.detach() for name, p in objective.named_parameters()}

@@ -1,10 +1,14 @@
 """The paper's objectives; each is a short class whose difference to its neighbour is visible.
 
-| paper                               | class                  | what is trained             |
-|-------------------------------------|------------------------|-----------------------------|
-| section 2, replaced token detection | ReplacedTokenDetection | generator by MLM, and       |
-|                                     |                        | discriminator on its output |
-| section 3.3, BERT baseline          | MaskedLM               | one encoder by MLM          |
+| paper                                 | class                  | what the kept encoder learns    |
+|---------------------------------------|------------------------|---------------------------------|
+| section 2, replaced token detection   | ReplacedTokenDetection | every token: original or not    |
+| 3.4, ELECTRA 15 %, and its control    | the same               | the masked, or 15 % other, ones |
+| 3.4, Replace MLM                      | ReplaceMLM             | masked tokens from x_corrupt    |
+| 3.4, All-Tokens MLM                   | AllTokensMLM           | every token, or to copy it      |
+| 3.3, BERT baseline                    | MaskedLM               | masked tokens from x_masked     |
+| 3.2 and appendix F, adversarial       | Adversarial            | as RTD; the generator differs   |
+| Electric (Clark et al. 2020b)         | Electric               | an energy for every token       |
 
 Sign convention, stated once: the paper's D(x, t) is the probability that a token is *original*.
 Here d is the logit of *replaced*, as in the released code and in transformers: D = 1 − σ(d).
@@ -15,12 +19,15 @@ Losses are means over the *global* batch: a micro-batch divides by the counts of
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .config import PretrainConfig
 from .corruption import (
@@ -32,10 +39,19 @@ from .corruption import (
     resolve_duplicates,
     sample,
 )
-from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead, initialise, wide
+from .encoder import (
+    DiscriminatorHead,
+    Embeddings,
+    Encoder,
+    GeneratorHead,
+    TwoTowers,
+    initialise,
+    wide,
+)
 from .randomness import Purpose, StepRng
 
 DISCRIMINATOR_SITES = 1000  # dropout keys of the discriminator begin here
+POSITIONS_AT_ONCE = 4096  # whose logits over the vocabulary are held, where all positions have some
 
 
 class Batch(NamedTuple):
@@ -53,10 +69,11 @@ class Losses(NamedTuple):
 
     total: Tensor  # ()
     mlm: Tensor  # () L_MLM
-    disc: Tensor  # () L_Disc, zero where there is no discriminator
+    disc: Tensor  # () L_Disc, or what stands in its place; zero where there is but one network
     mlm_correct: Tensor  # () masked positions the generator's best guess gets right
     replaced: Tensor  # () tokens that differ from the original
-    disc_correct: Tensor  # () tokens the discriminator classifies correctly
+    disc_correct: Tensor  # () positions of L_Disc that are answered correctly
+    scored: Tensor  # () positions of L_Disc
 
 
 class Predictions(NamedTuple):
@@ -83,8 +100,15 @@ class Objective(nn.Module):
     """Base of all objectives: the networks, and forward(batch, rng) -> Losses."""
 
     def __init__(
-        self, config: PretrainConfig, vocab_size: int, special: SpecialIds, *, padded: bool
+        self,
+        config: PretrainConfig,
+        vocab_size: int,
+        special: SpecialIds,
+        *,
+        padded: bool = True,
+        frequencies: Tensor | None = None,
     ) -> None:
+        """frequencies: (V,) of the corpus, which the unigram generator needs for sampling."""
         super().__init__()
         self.config, self.vocab_size, self.special = config, vocab_size, special
         self.padded = padded  # false: sequences in training are full, attention needs no mask
@@ -102,16 +126,32 @@ class Objective(nn.Module):
     def encoder(self) -> Encoder:
         """The encoder that is kept after pre-training."""
 
+    def idle(self) -> set[str]:
+        """Names of the parameters that the present stage leaves as they are."""
+        return set()
+
     # The steps of the method, named as in the paper.
 
-    def choose(self, batch: Batch, rng: StepRng) -> Positions:
-        """m, uniform over all tokens but [PAD], [CLS], [SEP] and [MASK]."""
+    def candidates(self, batch: Batch) -> Tensor:
+        """(B, T) bool: all tokens but [PAD], [CLS], [SEP] and [MASK]."""
         x, s = batch.x, self.special
-        candidates = (x != s.pad) & (x != s.cls) & (x != s.sep) & (x != s.mask)
-        candidates &= self.attention_mask(batch)
-        config = self.config
+        special = (x == s.pad) | (x == s.cls) | (x == s.sep) | (x == s.mask)
+        return ~special & self.attention_mask(batch)
+
+    def choose(
+        self,
+        batch: Batch,
+        rng: StepRng,
+        purpose: Purpose = Purpose.POSITIONS,
+        *,
+        besides: Tensor | None = None,
+    ) -> Positions:
+        """m, uniform over the candidates, without those that `besides` (B, T) marks."""
+        candidates, config = self.candidates(batch), self.config
+        if besides is not None:
+            candidates &= ~besides
         return choose_positions(
-            candidates, batch.length, config.masked_slots, config.objective, rng
+            candidates, batch.length, config.masked_slots, config.objective, rng, purpose
         )
 
     def attention_mask(self, batch: Batch) -> Tensor:
@@ -124,21 +164,19 @@ class Objective(nn.Module):
         mask = self.attention_mask(batch) if self.padded or not training else None
         return encoder(x, batch.segment, mask, rng if training else None)
 
-    def mlm_logits(
+    def states_at(
         self,
         encoder: Encoder,
-        head: GeneratorHead,
-        x_masked: Tensor,
+        x: Tensor,
         m: Positions,
         batch: Batch,
         rng: StepRng,
         *,
         training: bool,
     ) -> Tensor:
-        """Logits of p_G(x_i | x_masked) at the masked positions only, (B, M, V)."""
-        h = self.encode(encoder, x_masked, batch, rng, training=training)  # (B, T, D)
-        h = h.gather(1, m.at[:, :, None].expand(-1, -1, h.shape[2]))  # (B, M, D)
-        return head(h.flatten(0, 1), encoder.embeddings.word.weight).unflatten(0, m.at.shape)
+        """h(x) at the positions m only, (B, M, D)."""
+        h = self.encode(encoder, x, batch, rng, training=training)  # (B, T, D)
+        return h.gather(1, m.at[:, :, None].expand(-1, -1, h.shape[2]))
 
     def mlm_loss(self, logits: Tensor, m: Positions, batch: Batch) -> tuple[Tensor, Tensor]:
         """L_MLM = E(Σ_{i in m} −log p_G(x_i | x_masked)), and how many guesses are right."""
@@ -149,74 +187,370 @@ class Objective(nn.Module):
         return loss, correct
 
 
-class ReplacedTokenDetection(Objective):
-    """min  L_MLM(x, θ_G) + λ · L_Disc(x, θ_D)          (paper, section 2)"""
+class Corruption(NamedTuple):
+    """How x became x_corrupt."""
+
+    m: Positions
+    x_masked: Tensor  # (B, T)
+    h: Tensor | None  # (B, M, D_G), the generator's states at m
+    g: Tensor  # (B, M, V) logits of p_G(x_i | x_masked)
+    x_hat: Tensor  # (B, M) samples
+    x_corrupt: Tensor  # (B, T)
+
+
+class Main(NamedTuple):
+    """The loss of the encoder that is kept."""
+
+    loss: Tensor  # ()
+    correct: Tensor  # () right answers
+    scored: Tensor  # () of so many
+    each: Tensor  # (B, T) or (B, M), position by position
+
+
+class WithGenerator(Objective):
+    """The part that objectives with a generator have in common: corrupting x, and the stages.
+
+    stage: joint trains both networks; generator and discriminator train one and leave the other.
+    """
+
+    proposal: Tensor  # (V,) probabilities of a generator that is no network
 
     def __init__(
-        self, config: PretrainConfig, vocab_size: int, special: SpecialIds, *, padded: bool = True
+        self,
+        config: PretrainConfig,
+        vocab_size: int,
+        special: SpecialIds,
+        *,
+        padded: bool = True,
+        frequencies: Tensor | None = None,
     ) -> None:
         super().__init__(config, vocab_size, special, padded=padded)
-        d, g = config.encoder, config.generator_encoder
+        c, d, g = config.generator, config.encoder, config.generator_encoder
+        self.stage: Literal["joint", "generator", "discriminator"] = (
+            "discriminator" if c.frozen or c.kind != "network" else "joint"
+        )
         embeddings = Embeddings(d, vocab_size)
-        self.discriminator = Encoder(d, embeddings, site=DISCRIMINATOR_SITES)
-        if config.generator.sharing == "all":
-            self.generator = self.discriminator
+        own = Embeddings(d, vocab_size, embeddings) if c.sharing == "disentangled" else embeddings
+        self.discriminator = Encoder(d, own, site=DISCRIMINATOR_SITES)
+        self.generator: Encoder | TwoTowers | None = None
+        if c.kind == "network":
+            if c.sharing == "none":
+                embeddings = Embeddings(g, vocab_size)
+            self.generator = self.build_generator(embeddings)
         else:
-            shared = config.generator.sharing == "embeddings"
-            self.generator = Encoder(g, embeddings if shared else Embeddings(g, vocab_size))
-        self.discriminator_head = DiscriminatorHead(d, config.objective.disc_head)
-        self.generator_head = GeneratorHead(g, vocab_size)
+            flat = c.kind == "uniform" or frequencies is None
+            p = torch.ones(vocab_size) if flat else frequencies
+            assert p is not None
+            self.register_buffer("proposal", (p / p.sum()).float(), persistent=False)  # (V,)
+        self.build_heads()
+        self.generator_head = self.build_generator_head() if self.generator is not None else None
+
+    def build_generator(self, embeddings: Embeddings) -> Encoder | TwoTowers:
+        if self.config.generator.sharing == "all":
+            return self.discriminator
+        return Encoder(self.config.generator_encoder, embeddings)
+
+    def build_generator_head(self) -> GeneratorHead:
+        return GeneratorHead(self.config.generator_encoder, self.vocab_size)
+
+    @abstractmethod
+    def build_heads(self) -> None:
+        """The heads of the encoder that is kept."""
 
     @property
     def encoder(self) -> Encoder:
         return self.discriminator
 
-    def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
+    def idle(self) -> set[str]:
+        own = ("generator.", "generator_head.")
+        names = {name for name, _ in self.named_parameters()}
+        generator = {name for name in names if name.startswith(own)}
+        if self.stage == "joint":
+            return set()
+        return generator if self.stage == "discriminator" else names - generator
+
+    def corrupt(self, batch: Batch, rng: StepRng, *, training: bool) -> Corruption:
         c, x = self.config, batch.x
         m = self.choose(batch, rng)  # (B, M)     m_i ~ unif{1, n}
         x_masked = mask_tokens(x, m, self.special.mask, self.vocab_size, c.objective, rng)  # (B, T)
-        g = self.mlm_logits(
-            self.generator, self.generator_head, x_masked, m, batch, rng, training=training
-        )  # (B, M, V)  logits of p_G(x_i | x_masked)
-        x_corrupt = replace(x, m, self.sample(g, m, batch, rng))  # (B, T)
-        h = self.encode(self.discriminator, x_corrupt, batch, rng, training=training)  # (B, T, D)
-        d = self.discriminator_head(h)  # (B, T)     σ(d) = P(replaced) = 1 − D(x_corrupt, t)
-        return Predictions(m, x_masked, g, x_corrupt, d)
+        if self.generator is None:
+            h, g = None, self.proposal.log().expand(*m.at.shape, -1)  # (B, M, V)
+            u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])
+            total = self.proposal.double().cumsum(0)
+            x_hat = torch.searchsorted(total, u.double() * total[-1], right=True)
+            x_hat = resolve_duplicates(m, x_hat.clamp(max=self.vocab_size - 1), c.objective)
+        else:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.stage != "discriminator"):
+                h, g = self.propose(x_masked, m, batch, rng, training=training)
+            x_hat = self.sample(g, m, batch, rng)  # (B, M)
+        return Corruption(m, x_masked, h, g, x_hat, replace(x, m, x_hat))
+
+    def propose(
+        self, x_masked: Tensor, m: Positions, batch: Batch, rng: StepRng, *, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The generator's states (B, M, D_G) and the logits of p_G(x_i | x_masked) (B, M, V)."""
+        assert isinstance(self.generator, Encoder)
+        h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)
+        return h, self.generator_logits(h)
+
+    def generator_logits(self, h: Tensor) -> Tensor:
+        assert self.generator is not None
+        assert self.generator_head is not None
+        table = self.generator.embeddings.table("word")
+        return self.generator_head(h.flatten(0, 1), table).unflatten(0, h.shape[:2])
 
     @torch.no_grad()
     def sample(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng) -> Tensor:
         """x̂_i ~ p_G(x_i | x_masked), (B, M); no gradient flows through it."""
-        c = self.config.generator
-        original = batch.x.gather(1, m.at)
-        logits = proposal_logits(g, original, c.temperature, c.disallow_correct)
+        logits = self.proposal_logits(g, m, batch, rng)
         u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])  # (B, M)
         x_hat = sample(logits.flatten(0, 1), u.flatten()).view_as(m.at)
         return resolve_duplicates(m, x_hat, self.config.objective)
 
+    def proposal_logits(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng) -> Tensor:
+        """The logits that are sampled from, (B, M, V)."""
+        c = self.config.generator
+        temperature: float | Tensor = c.temperature
+        if c.temperature_steps:  # T = 1 + (T_0 − 1) e^(−step / τ)
+            temperature = 1 + (c.temperature - 1) * torch.exp(-rng.step / c.temperature_steps)
+        return proposal_logits(g, batch.x.gather(1, m.at), temperature, c.disallow_correct)
+
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
         c = self.config.objective
-        p = self.predict(batch, rng, training=True)
-        assert p.d is not None
-        mlm, mlm_correct = self.mlm_loss(p.mlm_logits, p.m, batch)
-        is_token = self.attention_mask(batch)
-        replaced = p.x_corrupt != batch.x  # (B, T)     a lucky guess counts as original
-        bce = F.binary_cross_entropy_with_logits(p.d, replaced.to(p.d.dtype), reduction="none")
-        disc = (bce * is_token).sum() / batch.tokens.clamp(min=1)
+        if self.stage == "generator":
+            return self.generator_alone(batch, rng)
+        k = self.corrupt(batch, rng, training=True)
+        zero = torch.zeros((), device=batch.x.device)
+        mlm, mlm_correct = zero, zero.long()
+        if self.generator is not None:
+            mlm, mlm_correct = self.mlm_loss(k.g, k.m, batch)
+        main = self.main_loss(k, batch, rng)
+        total = c.disc_weight * main.loss
+        if self.stage == "joint":
+            total = total + c.gen_weight * self.generator_loss(k, mlm, main, batch, rng)
         return Losses(
-            total=c.gen_weight * mlm + c.disc_weight * disc,
+            total=total,
             mlm=mlm.detach(),
-            disc=disc.detach(),
+            disc=main.loss.detach(),
             mlm_correct=mlm_correct,
-            replaced=replaced.sum(),
-            disc_correct=(((p.d > 0) == replaced) & is_token).sum(),
+            replaced=(k.x_corrupt != batch.x).sum(),
+            disc_correct=main.correct,
+            scored=main.scored,
         )
+
+    def generator_alone(self, batch: Batch, rng: StepRng) -> Losses:
+        """Stage one of two: the discriminator is not even computed."""
+        m = self.choose(batch, rng)
+        x_masked = mask_tokens(
+            batch.x, m, self.special.mask, self.vocab_size, self.config.objective, rng
+        )
+        _, g = self.propose(x_masked, m, batch, rng, training=True)
+        mlm, correct = self.mlm_loss(g, m, batch)
+        zero = torch.zeros_like(mlm.detach())
+        total = self.config.objective.gen_weight * mlm
+        return Losses(total, mlm.detach(), zero, correct, *[zero.long()] * 3)
+
+    def generator_loss(
+        self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
+    ) -> Tensor:
+        """What the generator minimises: the paper's choice is L_MLM, maximum likelihood."""
+        return mlm
+
+    @abstractmethod
+    def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
+        """What the encoder that is kept learns from x_corrupt."""
+
+
+class ReplacedTokenDetection(WithGenerator):
+    """min  L_MLM(x, θ_G) + λ · L_Disc(x, θ_D)          (paper, section 2)"""
+
+    def build_heads(self) -> None:
+        self.discriminator_head = DiscriminatorHead(
+            self.config.encoder, self.config.objective.disc_head
+        )
+
+    def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
+        k = self.corrupt(batch, rng, training=training)
+        d = self.detect(k, batch, rng, training=training)
+        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, d)
+
+    def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
+        """d (B, T):  σ(d) = P(replaced) = 1 − D(x_corrupt, t)"""
+        h = self.encode(self.discriminator, k.x_corrupt, batch, rng, training=training)  # (B, T, D)
+        return self.discriminator_head(h)
+
+    def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
+        """L_Disc = E(Σ_t −1(x_t^corrupt = x_t) log D(t) − 1(≠) log(1 − D(t)))"""
+        d = self.detect(k, batch, rng, training=True)  # (B, T)
+        replaced = k.x_corrupt != batch.x  # a lucky guess counts as original
+        bce = F.binary_cross_entropy_with_logits(d, replaced.to(d.dtype), reduction="none")
+        scored, count = self.scored(k.m, batch, rng)
+        loss = (bce * scored).sum() / count.clamp(min=1)
+        return Main(loss, (((d > 0) == replaced) & scored).sum(), scored.sum(), bce)
+
+    def scored(self, m: Positions, batch: Batch, rng: StepRng) -> tuple[Tensor, Tensor]:
+        """(B, T) bool, where L_Disc is taken, and how many that are in the global batch."""
+        which = self.config.objective.disc_positions
+        if which == "all":
+            return self.attention_mask(batch), batch.tokens
+        at_m = torch.zeros_like(batch.x, dtype=torch.bool).scatter(1, m.at, m.valid)
+        if which == "masked":
+            return at_m, batch.masked
+        other = self.choose(batch, rng, Purpose.OTHER_POSITIONS, besides=at_m)
+        return torch.zeros_like(at_m).scatter(1, other.at, other.valid), batch.masked
+
+
+class Adversarial(ReplacedTokenDetection):
+    """max over θ_G instead: the generator is rewarded with the discriminator's loss (appendix F).
+
+    The sample is a choice without a gradient, so the generator follows REINFORCE: the gradient of
+    log p_G(x̂_t) times R_t − b_t. R_t is −log of the probability that the discriminator gives the
+    truth about token t, and only t's own sample counts for it. The baseline b_t = −log σ(wᵀ h_G)
+    learns that probability by cross-entropy.
+    """
+
+    def build_heads(self) -> None:
+        super().build_heads()
+        self.baseline = nn.Linear(self.config.generator_encoder.hidden_size, 1)
+
+    def generator_loss(
+        self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
+    ) -> Tensor:
+        assert k.h is not None
+        reward = main.each.detach().gather(1, k.m.at)  # (B, M)
+        z = wide(self.baseline(k.h.detach())).squeeze(-1)  # (B, M)
+        proposal = self.proposal_logits(k.g, k.m, batch, rng)
+        log_p = proposal.log_softmax(-1).gather(2, k.x_hat[:, :, None]).squeeze(-1)
+        advantage = reward + F.logsigmoid(z.detach())  # R − b
+        truth = F.binary_cross_entropy_with_logits(z, torch.exp(-reward), reduction="none")
+        loss = (truth - advantage * log_p) * k.m.valid
+        return loss.sum() / batch.masked.clamp(min=1)
+
+
+class ReplaceMLM(WithGenerator):
+    """min  L_MLM(x, θ_G) + λ · E(Σ_{i in m} −log p(x_i | x_corrupt))          MLM without [MASK]"""
+
+    def build_heads(self) -> None:
+        self.main_head = GeneratorHead(self.config.encoder, self.vocab_size)
+
+    def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
+        k = self.corrupt(batch, rng, training=training)
+        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, None)
+
+    def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
+        h = self.states_at(self.discriminator, k.x_corrupt, k.m, batch, rng, training=True)
+        table = self.discriminator.embeddings.table("word")
+        logits = self.main_head(h.flatten(0, 1), table)  # (B M, V)
+        original = batch.x.gather(1, k.m.at)  # (B, M)
+        nll = F.cross_entropy(wide(logits), original.flatten(), reduction="none").view_as(original)
+        right = (logits.argmax(-1).view_as(original) == original) & k.m.valid
+        loss = (nll * k.m.valid).sum() / batch.masked.clamp(min=1)
+        return Main(loss, right.sum(), k.m.valid.sum(), nll)
+
+
+class AllTokensMLM(ReplacedTokenDetection):
+    """min  L_MLM(x, θ_G) + λ · E(Σ_t −log p(x_t | x_corrupt)) over every token, with a copy gate:
+
+    p(x_t | x_corrupt) = D(t) · 1(x_t = x_t^corrupt) + (1 − D(t)) · softmax(e(x_t)ᵀ h_D(t))
+    """
+
+    def build_heads(self) -> None:
+        super().build_heads()
+        self.main_head = GeneratorHead(self.config.encoder, self.vocab_size)
+
+    def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
+        h = self.encode(self.discriminator, k.x_corrupt, batch, rng, training=True)  # (B, T, D)
+        d = self.discriminator_head(h)  # (B, T)     log D = log σ(−d), log(1 − D) = log σ(d)
+        table = self.discriminator.embeddings.table("word")
+        log_p = log_softmax_at(self.main_head, h.flatten(0, 1), table, batch.x.view(-1, 1))
+        said = F.logsigmoid(d) + log_p.view_as(d)  # (B, T)
+        copied = torch.logaddexp(F.logsigmoid(-d), said)
+        nll = -torch.where(k.x_corrupt == batch.x, copied, said)
+        is_token = self.attention_mask(batch)
+        loss = (nll * is_token).sum() / batch.tokens.clamp(min=1)
+        right = ((d > 0) == (k.x_corrupt != batch.x)) & is_token  # of the gate
+        return Main(loss, right.sum(), is_token.sum(), nll)
+
+
+class Electric(ReplacedTokenDetection):
+    """Noise-contrastive estimation of an energy E(x)_t ∝ −log p(x_t | all other tokens).
+
+    The generator gives q(x_t | all other tokens) for every t, and a token that is noise with
+    probability q p / (q p + e^(−E) (1 − p)), p being the share of masked tokens, is what the
+    discriminator has to tell: d = E + log q + log(p / (1 − p)).
+    """
+
+    def build_generator(self, embeddings: Embeddings) -> Encoder | TwoTowers:
+        return TwoTowers(self.config.generator_encoder, embeddings)
+
+    def build_generator_head(self) -> GeneratorHead:
+        g = self.config.generator_encoder
+        both = dataclasses.replace(g, hidden_size=2 * g.hidden_size)
+        return GeneratorHead(both, self.vocab_size)
+
+    def propose(
+        self, x_masked: Tensor, m: Positions, batch: Batch, rng: StepRng, *, training: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Reads x as it is: what it says about t does not depend on x_t."""
+        mask = self.attention_mask(batch) if self.padded or not training else None
+        assert isinstance(self.generator, TwoTowers)
+        h = self.generator(batch.x, batch.segment, mask, rng if training else None)  # (B, T, 2 D_G)
+        at_m = h.gather(1, m.at[:, :, None].expand(-1, -1, h.shape[2]))
+        return h, self.generator_logits(at_m)
+
+    def log_q(self, k: Corruption, x: Tensor) -> Tensor:
+        """log q(x_t | all other tokens) of each of `x` (B, T, n)."""
+        assert k.h is not None
+        assert self.generator is not None
+        assert self.generator_head is not None
+        table = self.generator.embeddings.table("word")
+        return log_softmax_at(
+            self.generator_head, k.h.flatten(0, 1), table, x.flatten(0, 1)
+        ).view_as(x)
+
+    def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
+        energy = super().detect(k, batch, rng, training=training)  # (B, T)
+        p = self.config.objective.mask_percent / 100
+        with torch.no_grad():
+            log_q = self.log_q(k, k.x_corrupt[:, :, None]).squeeze(-1)
+        return energy + log_q + math.log(p / (1 - p))
+
+    def generator_loss(
+        self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
+    ) -> Tensor:
+        """The generator learns from every token but the special ones."""
+        nll = -self.log_q(k, batch.x[:, :, None]).squeeze(-1)
+        return (nll * self.candidates(batch)).sum() / batch.tokens.clamp(min=1)
+
+
+def log_softmax_at(head: GeneratorHead, h: Tensor, table: Tensor, targets: Tensor) -> Tensor:
+    """log softmax(logits) at `targets` (N, n) of states (N, D), for some positions at a time.
+
+    The logits (N, V) of all positions would be most of the memory of a step: those of
+    POSITIONS_AT_ONCE are computed, used, and computed again for the gradient.
+    """
+
+    def some(h: Tensor, targets: Tensor) -> Tensor:
+        logits = wide(head(h, table))
+        return logits.gather(1, targets) - logits.logsumexp(-1, keepdim=True)
+
+    parts = zip(h.split(POSITIONS_AT_ONCE), targets.split(POSITIONS_AT_ONCE), strict=True)
+    return torch.cat(
+        [checkpoint(some, *p, use_reentrant=False, preserve_rng_state=False) for p in parts]
+    )
 
 
 class MaskedLM(Objective):
     """min  L_MLM(x, θ)          one encoder, the BERT baseline (paper, sections 3.3 and 3.4)"""
 
     def __init__(
-        self, config: PretrainConfig, vocab_size: int, special: SpecialIds, *, padded: bool = True
+        self,
+        config: PretrainConfig,
+        vocab_size: int,
+        special: SpecialIds,
+        *,
+        padded: bool = True,
+        frequencies: Tensor | None = None,
     ) -> None:
         super().__init__(config, vocab_size, special, padded=padded)
         self.generator = Encoder(config.encoder, Embeddings(config.encoder, vocab_size))
@@ -230,9 +564,9 @@ class MaskedLM(Objective):
         c, x = self.config, batch.x
         m = self.choose(batch, rng)  # (B, M)
         x_masked = mask_tokens(x, m, self.special.mask, self.vocab_size, c.objective, rng)  # (B, T)
-        logits = self.mlm_logits(
-            self.generator, self.generator_head, x_masked, m, batch, rng, training=training
-        )  # (B, M, V)
+        h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)  # (B, M, D)
+        table = self.generator.embeddings.table("word")
+        logits = self.generator_head(h.flatten(0, 1), table).unflatten(0, m.at.shape)  # (B, M, V)
         return Predictions(m, x_masked, logits, x, None)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
@@ -240,17 +574,34 @@ class MaskedLM(Objective):
         mlm, mlm_correct = self.mlm_loss(p.mlm_logits, p.m, batch)
         zero = torch.zeros_like(mlm.detach())
         total = self.config.objective.gen_weight * mlm
-        return Losses(total, mlm.detach(), zero, mlm_correct, zero.long(), zero.long())
+        return Losses(total, mlm.detach(), zero, mlm_correct, *[zero.long()] * 3)
+
+
+def objective_class(config: PretrainConfig) -> type[MaskedLM | WithGenerator]:
+    """The class that the settings name."""
+    if config.objective.algorithm == "adversarial":
+        return Adversarial
+    kinds: dict[str, type[MaskedLM | WithGenerator]] = {
+        "rtd": ReplacedTokenDetection,
+        "mlm": MaskedLM,
+        "replace_mlm": ReplaceMLM,
+        "all_tokens_mlm": AllTokensMLM,
+        "electric": Electric,
+    }
+    return kinds[config.objective.kind]
 
 
 def build_objective(
-    config: PretrainConfig, vocab_size: int, special: SpecialIds, *, padded: bool = True
+    config: PretrainConfig,
+    vocab_size: int,
+    special: SpecialIds,
+    *,
+    padded: bool = True,
+    frequencies: Tensor | None = None,
 ) -> Objective:
-    """The objective that `config.objective.kind` names, initialised from the run's seed."""
-    kinds: dict[str, type[ReplacedTokenDetection | MaskedLM]] = {
-        "rtd": ReplacedTokenDetection,
-        "mlm": MaskedLM,
-    }
-    objective = kinds[config.objective.kind](config, vocab_size, special, padded=padded)
+    """The objective that the settings name, initialised from the run's seed."""
+    objective = objective_class(config)(
+        config, vocab_size, special, padded=padded, frequencies=frequencies
+    )
     initialise(objective, config.encoder.init, config.run.seed)
     return objective

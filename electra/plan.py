@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from .config import EncoderConfig, PretrainConfig
 from .flops import matmul_flops_per_token
+from .objectives import SpecialIds, objective_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,8 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
     flops = matmul_flops_per_token(config, vocab_size)
     tokens = config.tokens_per_step * config.run.train_steps
     both = [config.encoder]
-    if config.objective.kind == "rtd":
-        both.append(config.generator_encoder)
+    if config.objective.kind != "mlm" and config.generator.kind == "network":
+        both += [config.generator_encoder] * (2 if config.objective.kind == "electric" else 1)
     logits = 3 * 2 * config.masked_slots * vocab_size
     return Plan(
         discriminator_parameters=kept,
@@ -50,28 +53,18 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
 
 def count_parameters(config: PretrainConfig, vocab_size: int) -> tuple[int, int]:
     """Parameters of the kept network with its head, and those training adds to it."""
-    d, g = config.encoder, config.generator_encoder
-    embeddings = (vocab_size + d.max_positions + 2 + 2) * d.embedding_size
-    if config.objective.kind == "mlm":
-        return embeddings + _encoder(d) + _mlm_head(d, vocab_size), 0
-    D = d.hidden_size
-    head = (D * D + D if config.objective.disc_head == "dense" else 0) + D + 1
-    extra = _mlm_head(g, vocab_size)
-    if config.generator.sharing != "all":
-        extra += _encoder(g)
-    if config.generator.sharing == "none":
-        extra += embeddings
-    return embeddings + _encoder(d) + head, extra
-
-
-def _encoder(c: EncoderConfig) -> int:
-    D, F, E = c.hidden_size, c.ffn_size, c.embedding_size
-    block = 4 * D * D + 4 * D + 2 * D * F + F + D + 4 * D
-    return c.layers * block + (E * D + D if E != D else 0)
-
-
-def _mlm_head(c: EncoderConfig, vocab_size: int) -> int:
-    return c.hidden_size * c.embedding_size + 3 * c.embedding_size + vocab_size
+    with torch.device("meta"):  # shapes without memory
+        objective = objective_class(config)(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
+    total = sum(p.numel() for p in objective.parameters())
+    head = "generator_head" if config.objective.kind == "mlm" else "main_head"
+    if hasattr(objective, "discriminator_head"):
+        head = "discriminator_head"
+    kept = sum(
+        p.numel()
+        for part in (objective.encoder, getattr(objective, head))
+        for p in part.parameters()
+    )
+    return kept, total - kept
 
 
 def _activations(config: PretrainConfig, c: EncoderConfig) -> int:

@@ -31,10 +31,10 @@ from .checkpoint import Saver, load_newest
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import ElectraError, NumericError, Stopped
-from .evaluate import diagnose, evaluate, unigram_entropy
+from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
 from .files import exclusive, json_bytes, read_json, write_atomic
 from .flops import matmul_flops_per_token
-from .objectives import Batch, Losses, Objective, SpecialIds, build_objective
+from .objectives import Batch, Losses, Objective, SpecialIds, WithGenerator, build_objective
 from .optim import Adam, learning_rate
 from .randomness import StepRng
 from .runlog import RunLog, draw_curves
@@ -108,11 +108,15 @@ def _train(
     run = config.run
     special = SpecialIds(**corpus.special_ids)
     batches = Batches(corpus.train, config, runtime)
-    objective = build_objective(config, corpus.vocab_size, special, padded=batches.padded)
+    counts = token_counts(corpus.train, tuple(special), corpus.vocab_size)
+    objective = build_objective(
+        config,
+        corpus.vocab_size,
+        special,
+        padded=batches.padded,
+        frequencies=torch.from_numpy(counts),
+    )
     objective = objective.to(runtime.device)
-    trainer = Trainer(objective, batches, config, runtime)
-    if initial is not None:
-        trainer.optimizer.load({"model": initial})
     saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
     early_warnings: list[str] = []
     if not runtime.is_main:  # the main process looks first: it sets damaged checkpoints aside
@@ -120,9 +124,14 @@ def _train(
     saved = load_newest(out / "checkpoints", warn=early_warnings.append)
     if runtime.is_main:
         runtime.agree(0.0)
+    first_step, switch = saved.step if saved else 0, config.switch_step
+    if switch is not None and isinstance(objective, WithGenerator):
+        objective.stage = "generator" if first_step <= switch else "discriminator"
+    trainer = Trainer(objective, batches, config, runtime)
     if saved is not None:
         trainer.load(saved.tensors, saved.step)
-    first_step = saved.step if saved else 0
+    elif initial is not None:
+        trainer.optimizer.load({"model": initial})
     if runtime.any(runtime.agree(float(first_step)) != float(first_step)):
         raise ElectraError(
             "The processes see different checkpoints.",
@@ -135,6 +144,14 @@ def _train(
         """Share of the run that is done, by steps or by the clock, whichever is further."""
         by_clock = clock / (60 * run.minutes) if run.minutes else 0.0
         return min(1.0, max(step / run.train_steps, by_clock))
+
+    def rate_at(step: int, progress: float, total: float) -> float:
+        """The learning rate; each of two stages has the whole schedule."""
+        if switch is not None:
+            begin, end = (0, switch) if step < switch else (switch, run.train_steps)
+            step, total = step - begin, float(end - begin)
+            progress = step / total
+        return learning_rate(config.optim, step, progress, total)
 
     if progress_at(first_step, seconds) >= 1.0:
         return  # done before
@@ -150,8 +167,7 @@ def _train(
         log.warn(_long_warmup(config))
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
-    ids = tuple(special)
-    unigram = unigram_entropy(corpus.train, ids, corpus.vocab_size) if runtime.is_main else 0.0
+    unigram = unigram_entropy(counts)
     trainer.record()  # compile and capture; not part of the budget
 
     def save(step: int) -> None:
@@ -169,7 +185,8 @@ def _train(
             shown += f", discriminator AUC {result.disc_auc:.3f}"
             shown += f", precision {result.disc_precision:.2f}, recall {result.disc_recall:.2f}"
         log.note(shown)
-        for text in diagnose(result, unigram, progress):
+        floor = unigram if config.generator.kind == "network" else math.inf
+        for text in diagnose(result, floor, progress):
             log.warn(text)
             log.write("event", step, {"warning": text})
 
@@ -179,6 +196,9 @@ def _train(
     try:
         with clock:
             while progress < 1.0:
+                if step == switch:
+                    with clock.paused():
+                        trainer = trainer.second_stage()
                 if trainer.needs_block:
                     seconds = runtime.agree(clock.read())
                     progress = progress_at(step, seconds)
@@ -194,7 +214,7 @@ def _train(
                     trainer.load_block(
                         step,
                         [
-                            learning_rate(config.optim, s, progress_at(s, seconds), total)
+                            rate_at(s, progress_at(s, seconds), total)
                             for s in range(step, step + trainer.block_steps)
                         ],
                     )
@@ -233,10 +253,11 @@ class Meter:
     FIELDS = (
         *("mlm", "disc", "mlm_correct", "replaced", "disc_correct"),  # this process's share
         *("masked", "tokens", "norm", "steps"),  # of the whole step
+        "scored",  # this process's share again
     )
 
     def __post_init__(self) -> None:
-        self._losses = torch.zeros_like(self.sums[:5])  # of the step under way
+        self._losses = torch.zeros_like(self.sums[:6])  # of the step under way
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
@@ -245,7 +266,7 @@ class Meter:
     def add_step(self, counts: tuple[Tensor, Tensor], norm: Tensor) -> None:
         """What is known of the step as a whole: masked positions, tokens, gradient norm."""
         whole = torch.stack([p.double() for p in (*counts, norm, torch.ones_like(norm))])
-        parts = torch.cat([self._losses, whole])
+        parts = torch.cat([self._losses[:5], whole, self._losses[5:]])
         self.sums += torch.where(parts.isfinite().all(), parts, 0.0)
         self._losses.zero_()
 
@@ -258,7 +279,13 @@ class Trainer:
     ) -> None:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
-        self.optimizer = Adam(objective, config.optim, working_dtype=runtime.dtype)
+        self.idle = objective.idle()
+        self.optimizer = Adam(
+            objective,
+            config.optim,
+            working_dtype=runtime.dtype,
+            multipliers=dict.fromkeys(self.idle, 0.0),
+        )
         self.forward: Callable[[Batch, StepRng], Losses] = objective
         if runtime.compiled:
             self.forward = torch.compile(objective, fullgraph=True, dynamic=False)
@@ -286,7 +313,12 @@ class Trainer:
             batch = self.block.batch(self.slot, rows, self.config)
             rng = StepRng(self.config.run.seed, self.counter, self.row[rows])
             losses = self.forward(batch, rng)
-            grads = torch.autograd.grad(losses.total, self.optimizer.parameters)
+            grads = torch.autograd.grad(
+                losses.total,
+                self.optimizer.parameters,
+                allow_unused=bool(self.idle),
+                materialize_grads=bool(self.idle),
+            )
             self.optimizer.accumulate(grads, first=i == 0)
             self.meter.add_losses(losses)
         self.runtime.sum_(self.optimizer.grad)  # losses are shares of the global mean: add up
@@ -325,6 +357,25 @@ class Trainer:
         else:
             self.train_step()
         self._left -= 1
+
+    def second_stage(self) -> Trainer:
+        """Half-way of two_stage: the generator is frozen, the discriminator starts at its weights.
+
+        Other parameters move from here on, so the optimizer is a new one.
+        """
+        assert isinstance(self.objective, WithGenerator)
+        weights = {name: t.clone() for name, t in self.optimizer.state()["model"].items()}
+        if self.config.objective.stage_two == "copy":
+            for name in [name for name in weights if name.startswith("discriminator.")]:
+                weights[name] = weights[name.replace("discriminator.", "generator.", 1)]
+        self.objective.stage = "discriminator"
+        second = Trainer(self.objective, self.batches, self.config, self.runtime)
+        second.optimizer.load({"model": weights})
+        second.counter.copy_(self.counter)
+        second.meter.sums.copy_(self.meter.sums)
+        second.optimizer.bad_steps.copy_(self.optimizer.bad_steps)
+        second.record()
+        return second
 
     def record(self) -> None:
         """Compile the step and record it as a CUDA graph; training state stays as it was."""
@@ -370,7 +421,8 @@ class Trainer:
                 },
             }
         )
-        self.meter.sums.copy_(optimizer["meter"])
+        meter = optimizer["meter"]  # written before "scored" was counted, it is shorter
+        self.meter.sums[: len(meter)].copy_(meter)
         self.optimizer.bad_steps.copy_(optimizer["bad_steps"])
         self.counter.fill_(step)
 
@@ -396,6 +448,7 @@ def _log_training(
     # Losses and counts are this process's share; lengths of the batch and the norm are global.
     parts = trainer.meter.sums.clone()
     trainer.runtime.sum_(parts[:5])
+    trainer.runtime.sum_(parts[-1:])
     sums = dict(zip(Meter.FIELDS, parts.tolist(), strict=True))
     bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.worst_in_a_row)
     trainer.optimizer.worst_in_a_row.zero_()
@@ -403,7 +456,7 @@ def _log_training(
     steps = sums["steps"] or math.nan  # all steps bad: every average is not a number
     masked, tokens = max(1.0, sums["masked"]), max(1.0, sums["tokens"])
     o = config.objective
-    loss = o.gen_weight * sums["mlm"] + o.disc_weight * sums["disc"] * (o.kind == "rtd")
+    loss = o.gen_weight * sums["mlm"] + o.disc_weight * sums["disc"]
     seconds, rate = clock.lap(tokens)
     values = {
         "loss": loss / steps,
@@ -416,14 +469,14 @@ def _log_training(
         "tokens_per_second": rate,
         "mfu": rate * flops / peak,
     }
-    if o.kind == "rtd":
+    if o.kind != "mlm":
         values["disc_loss"] = sums["disc"] / steps
-        values["disc_accuracy"] = sums["disc_correct"] / tokens
+        values["disc_accuracy"] = sums["disc_correct"] / max(1.0, sums["scored"])
         values["replaced_percent"] = 100 * sums["replaced"] / tokens
     log.write("train", step, values)
     left = seconds * (1 - progress) / progress if progress > 0 else 0.0
     line = f"step {step:,}  loss {values['loss']:.3f}  mlm {values['mlm_loss']:.3f}"
-    if o.kind == "rtd":
+    if o.kind != "mlm":
         line += f"  disc {values['disc_loss']:.4f}  replaced {values['replaced_percent']:.1f} %"
     line += (
         f"  gen right {100 * values['mlm_accuracy']:.1f} %  lr {values['learning_rate']:.2e}"

@@ -24,13 +24,14 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for; each has a key of its own. New purposes go to the end."""
+    """What a draw is for; each has a key of its own. Dropout has the numbers between."""
 
     POSITIONS = 0  # which positions are masked
     SHOWN = 1  # [MASK], a random token or the token itself
     RANDOM_TOKEN = 2  # which random token (BERT's 10 %)
     SAMPLE = 3  # the generator's samples
     DROPOUT = 4  # sites follow from here: DROPOUT + site
+    OTHER_POSITIONS = 1 << 20  # the control of ELECTRA 15 %
 
 
 class StepRng(NamedTuple):
