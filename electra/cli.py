@@ -82,6 +82,8 @@ class PrepareCommand:
     """Share of the documents that is set aside for evaluation."""
     workers: int | None = None
     """Processes; default: one per core."""
+    cluster: str | None = None
+    """Work on the Ray cluster at host:port, of which this machine is a node (extra ray)."""
     column: str = "text"
     """Column of jsonl and parquet files that holds the text."""
     seed: int = 0
@@ -100,6 +102,7 @@ class PrepareCommand:
             short_percent=self.short_percent,
             held_out_percent=self.held_out_percent,
             workers=self.workers,
+            cluster=self.cluster,
             column=self.column,
             seed=self.seed,
         )

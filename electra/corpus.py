@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -23,6 +23,7 @@ from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from .cluster import Submit, connect
 from .errors import CorruptError, ElectraError, Stopped
 from .files import AtomicFile, exclusive, json_bytes, json_sha256, write_atomic, xxh3_file
 from .pieces import (
@@ -57,6 +58,7 @@ def prepare(
     held_out_percent: float = 1.0,
     seed: int = 0,
     workers: int | None = None,
+    cluster: str | None = None,
     column: str = "text",
     shard_bytes: int = 256 << 20,
     progress: Callable[[str], None] = lambda _: None,
@@ -66,7 +68,8 @@ def prepare(
 
     `short_percent` of the sequences get a random shorter length, by default as many as
     SHORT_PERCENT says of the builder. `workers` processes encode (all cores by default; 1 works in
-    this process); `shard_bytes` is the text, in characters, behind one shard. Raises `Stopped` soon
+    this process), or as many tasks on the Ray cluster at the address `cluster` (all its CPUs by
+    default); `shard_bytes` is the text, in characters, behind one shard. Raises `Stopped` soon
     after `should_stop` says so; full shards are kept.
     """
     if short_percent is None:
@@ -101,16 +104,22 @@ def prepare(
             PieceBuilder, tokenizer.to_json(), builder, sequence_length, seed, short_percent
         )
         tokens = sum(shard.counts.tokens for shard in journal.shards)
+        place = (
+            _processes(make, workers or len(os.sched_getaffinity(0)))
+            if cluster is None
+            else connect(cluster, make, workers, should_stop)
+        )
         try:
-            for built in _build_in_order(to_do, make, workers or len(os.sched_getaffinity(0))):
-                writers[built.part].write(built)
-                tokens += built.counts.tokens
-                progress(
-                    f"file {min(stats.files + 1, len(paths)):,} of {len(paths):,}, "
-                    f"{stats.documents:,} documents, {tokens:,} tokens"
-                )
-                if should_stop():
-                    raise Stopped
+            with place as (submit, count):
+                for built in _build_in_order(to_do, submit, count):
+                    writers[built.part].write(built)
+                    tokens += built.counts.tokens
+                    progress(
+                        f"file {min(stats.files + 1, len(paths)):,} of {len(paths):,}, "
+                        f"{stats.documents:,} documents, {tokens:,} tokens"
+                    )
+                    if should_stop():
+                        raise Stopped
             for writer in writers.values():
                 writer.close_shard()
         finally:
@@ -276,23 +285,28 @@ class _PartWriter:
             self._open = None
 
 
-def _build_in_order(
-    pieces: Iterator[Piece], make: Callable[[], PieceBuilder], workers: int
-) -> Iterator[BuiltPiece]:
+def _build_in_order(pieces: Iterator[Piece], submit: Submit, workers: int) -> Iterator[BuiltPiece]:
     """Built pieces in the order of `pieces`, with only a few of them in memory."""
+    running: deque[Callable[[], BuiltPiece]] = deque()
+    for piece in pieces:
+        running.append(submit(piece))
+        if len(running) > 2 * workers:
+            yield running.popleft()()
+    while running:
+        yield running.popleft()()
+
+
+@contextmanager
+def _processes(make: partial[PieceBuilder], workers: int) -> Generator[tuple[Submit, int]]:
+    """What hands a piece to a process of this machine, and how many there are."""
     if workers == 1:
-        yield from map(make(), pieces)
+        build = make()
+        yield (lambda piece: partial(build, piece)), 0
         return
     # Processes are spawned: a fork would copy the threads and devices of whoever calls this.
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (make,))
-    running: deque[Future[BuiltPiece]] = deque()
     try:
-        for piece in pieces:
-            running.append(pool.submit(_build_in_worker, piece))
-            if len(running) > 2 * workers:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
+        yield (lambda piece: pool.submit(_build_in_worker, piece).result), workers
     except BrokenProcessPool as error:
         what = "A worker process ended by itself, most likely for want of memory."
         fix = "use fewer workers; a script that calls this needs `if __name__ == '__main__':`"
