@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -653,6 +654,28 @@ def test_wrong_settings(tmp_path: Path, tokenizer: Tokenizer, settings) -> None:
         prepare([make_text(tmp_path / "text")], tokenizer, tmp_path / "c", **settings)
     assert caught.value.where in settings
     assert not (tmp_path / "c").exists()
+
+
+def test_a_cluster_without_ray_names_the_extra(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    text = make_text(tmp_path / "text", documents=5)
+    with pytest.raises(ElectraError, match="not installed") as caught:
+        prepare([text], tokenizer, tmp_path / "c", cluster="127.0.0.1:6379")
+    assert "electra[ray]" in caught.value.fix
+    prepare([text], tokenizer, tmp_path / "c", workers=1)  # what was begun is no hindrance
+
+
+@pytest.mark.parametrize("address", ["local", "auto", "", "ray://127.0.0.1:10001", "host", "a b:1"])
+def test_a_cluster_is_never_started_by_its_name(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))  # any use of it would fail
+    text = make_text(tmp_path / "text", documents=5)
+    with pytest.raises(ElectraError, match="no address") as caught:
+        prepare([text], tokenizer, tmp_path / "c", cluster=address)
+    assert "host:port" in caught.value.fix
 
 
 def test_bad_text_leaves_no_half_shard(tmp_path: Path, tokenizer: Tokenizer) -> None:
