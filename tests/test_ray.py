@@ -126,6 +126,7 @@ class Cluster:
         return subprocess.Popen(
             [*map(str, command), self.address],
             env={**self.environment, **environment},
+            cwd=self.directory,  # Ray shows its workers the code in the folder of the command
             stderr=subprocess.PIPE,
             text=True,
         )
