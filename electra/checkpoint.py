@@ -12,6 +12,7 @@ byte, walks from the newest to the oldest, and sets damaged ones aside under ano
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -19,7 +20,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .errors import CorruptError, ElectraError, NumericError
+from .errors import CorruptError, DiskFull, ElectraError, NumericError
 from .files import fsync_dir, json_bytes, json_sha256, sha256_file, storage_errors, write_atomic
 
 FORMAT = 1
@@ -49,8 +50,15 @@ class Checkpoint:
 class Saver:
     """Writes checkpoints of one run; the writing happens in a thread beside the training."""
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        on_full: Callable[[DiskFull], object] | None = None,
+    ) -> None:
+        """on_full: called when there is no room; the save is tried again when it returns."""
+        self.directory, self.keep, self.on_full = directory, keep, on_full
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         with storage_errors(directory):
@@ -76,6 +84,11 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(step, copies, state))
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way, or waits for room on the disk."""
+        return self._thread is not None and self._thread.is_alive()
+
     def wait(self) -> None:
         """Until the save under way is on the disk; raises what went wrong in it."""
         if self._thread is not None:
@@ -87,7 +100,14 @@ class Saver:
 
     def _write(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
         try:
-            write_checkpoint(self.directory, step, tensors, state)
+            while True:
+                try:
+                    write_checkpoint(self.directory, step, tensors, state)
+                    break
+                except DiskFull as full:
+                    if self.on_full is None:
+                        raise
+                    self.on_full(full)
             self._prune()
         except BaseException as error:
             self._error = error
@@ -97,9 +117,10 @@ class Saver:
             fault_point("before_prune")
             # Renamed first, so that a crash in the middle never leaves half a checkpoint by name.
             doomed = path.with_name(f".tmp-pruned-{path.name}")
-            os.replace(path, doomed)
+            with contextlib.suppress(FileNotFoundError):  # someone else deleted it first
+                os.replace(path, doomed)
             fault_point("during_prune")
-            shutil.rmtree(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
@@ -108,17 +129,18 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
     if final.is_dir():  # saved a moment ago, then asked to stop: never take down what is complete
         return final
     temporary = directory / f".tmp-{final.name}"
-    with storage_errors(final):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+    with storage_errors(final, needed=size_of(tensors)), _no_half(temporary):
+        temporary.mkdir(parents=True)
         fault_point("after_mkdir")
         for file, group in tensors.items():
             path = temporary / f"{file}.safetensors"
             try:
                 save_file(group, path, metadata={"format": "pt"})
-            except SafetensorError as error:  # a full disk arrives here, without its number
-                number = errno.ENOSPC if "space" in str(error) else errno.EIO
-                raise OSError(number, str(error)) from error
+            except SafetensorError as error:  # a full disk arrives here, its number in the text
+                number = re.search(r"os error (\d+)", str(error))
+                code = int(number[1]) if number else errno.EIO
+                raise OSError(code, os.strerror(code)) from error
+            path.chmod(temporary.stat().st_mode & 0o666)  # as the umask wants it
             with open(path, "rb") as written:
                 os.fsync(written.fileno())
             fault_point(f"after_{file}")
@@ -138,6 +160,22 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
         fsync_dir(directory)
         fault_point("after_sync")
     return final
+
+
+@contextlib.contextmanager
+def _no_half(temporary: Path) -> Generator[None]:
+    """Nothing of an earlier try stays, nor of this one if the system refuses it: it takes room."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        yield
+    except (OSError, ElectraError):
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def size_of(tensors: Tensors) -> int:
+    """Bytes that the tensors of a checkpoint take on the disk, its small files left out."""
+    return sum(t.nbytes for group in tensors.values() for t in group.values())
 
 
 def load_newest(

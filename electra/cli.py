@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -222,6 +223,8 @@ class PretrainCommand:
     """How --input is cut into sequences."""
     column: str = "text"
     """Column of jsonl and parquet files in --input."""
+    force: bool = False
+    """Continue although settings that make it another experiment, or the corpus, have changed."""
     init: Path | None = None
     """Start from the networks of an export or a transformers ELECTRA directory."""
     profile: Profile = "best"
@@ -257,7 +260,15 @@ class PretrainCommand:
             initial = state.parameters
             for note in state.notes:
                 print(note, file=sys.stderr)
-        pretrain(self.settings, corpus, self.out, initial=initial, quiet=self.quiet)
+        pretrain(
+            self.settings,
+            corpus,
+            self.out,
+            initial=initial,
+            initial_from=str(self.init) if self.init else None,
+            force=self.force,
+            quiet=self.quiet,
+        )
         if int(os.environ.get("RANK", 0)) == 0 and not self.quiet:
             print(f"done: {self.out}\nnext: electra export {self.out} --out {self.out}/export")
 
@@ -539,6 +550,14 @@ COMMANDS: dict[str, type[Command]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The program; ends with one of the exit codes in errors.py."""
+
+    def end(*_: object) -> None:
+        os.write(2, b"electra: stopped; nothing is lost, give the same command again\n")
+        os._exit(EXIT_STOPPED)
+
+    # Where there is something to save, a `StopRequest` takes over.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, end)
     sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
 
 
@@ -554,6 +573,7 @@ def run(argv: list[str]) -> int:
         return EXIT_OK
     try:
         command = _parse(argv)
+        _check_out(command)
         return command.run() or EXIT_OK
     except ElectraError as error:
         if debug:
@@ -566,6 +586,15 @@ def run(argv: list[str]) -> int:
     except Stopped:
         print("electra: stopped and saved; the same command continues", file=sys.stderr)
         return EXIT_STOPPED
+
+
+def _check_out(command: Command) -> None:
+    """Refuse a place that cannot be written to before hours of work are put into it."""
+    out: Path | None = getattr(command, "out", None)
+    if out is not None and not getattr(command, "dry_run", False):
+        from .files import check_place
+
+        check_place(out.parent if isinstance(command, PredictCommand) else out)
 
 
 def _parse(argv: list[str]) -> Command:

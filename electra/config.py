@@ -219,6 +219,9 @@ class OptimConfig(Settings):
     """Decoupled weight decay; layer norms and biases are excluded."""
     max_grad_norm: Positive = 1.0
     """Clip of the global gradient norm over generator and discriminator together."""
+    skip_spikes: bool = False
+    """Leave out a step whose gradient norm lies more than 6 standard deviations above the mean of
+    the last 128 good steps; it counts as a bad step (run.max_bad_steps)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +277,10 @@ class RunConfig(Settings):
     max_bad_steps: Count = 3
     """Non-finite steps in a row that end the run, looked at every log_every steps; none of them
     reaches the weights."""
+    on_disk_full: Literal["stop", "pause"] = "stop"
+    """stop ends the run with its last checkpoint intact; pause waits for room, then goes on."""
+    timeout_seconds: Positive = 600.0
+    """With several processes: how long one may keep the others waiting until the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ lines without a traceback; anything else is a bug and keeps its traceback.
 from __future__ import annotations
 
 EXIT_OK = 0
-EXIT_BUG = 1
+EXIT_BUG = 1  # also: another process of the run was lost
 EXIT_USER = 2  # wrong input, wrong setting, missing file
 EXIT_CORRUPT = 3  # a corpus or checkpoint does not match its checksums
 EXIT_NUMERIC = 4  # the run stopped itself: not-a-number, again and again
@@ -30,6 +30,16 @@ class ElectraError(Exception):
         if self.fix:
             lines.append(f"  to do: {self.fix}")
         return "\n".join(lines)
+
+
+class DiskFull(ElectraError):
+    """There is no room for a file; what was complete before still is."""
+
+
+class LostProcess(ElectraError):
+    """Another process of the run failed or does not answer."""
+
+    exit_code = EXIT_BUG
 
 
 class CorruptError(ElectraError):

@@ -6,6 +6,7 @@ with the same batch and masking settings, are compared on the same positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from .batches import Block
 from .corpus import Examples
+from .errors import Stopped
 from .objectives import Objective
 from .randomness import StepRng
 
@@ -48,8 +50,17 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(objective: Objective, examples: Examples, *, batches: int) -> Evaluation:
-    """Corrupt and judge up to `batches` batches of held-out examples."""
+def evaluate(
+    objective: Objective,
+    examples: Examples,
+    *,
+    batches: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Evaluation:
+    """Corrupt and judge up to `batches` batches of held-out examples.
+
+    Raises Stopped soon after `should_stop` says so.
+    """
     config = objective.config
     device = next(objective.parameters()).device
     count = min(len(examples), batches * config.data.batch_size)
@@ -61,6 +72,8 @@ def evaluate(objective: Objective, examples: Examples, *, batches: int) -> Evalu
     labels: list[np.ndarray] = []
     size = min(config.data.batch_size, 64)
     for begin in range(0, count, size):
+        if should_stop():
+            raise Stopped
         rows = index[begin : begin + size]
         ids, _, lengths = examples.gather(rows)
 

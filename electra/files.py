@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from .errors import CorruptError, ElectraError
+from .errors import CorruptError, DiskFull, ElectraError
 
 Bytes = bytes | bytearray | memoryview
 
@@ -127,18 +128,46 @@ def exclusive(directory: Path) -> Generator[None]:
         yield
 
 
+_FULL = {
+    errno.ENOSPC: "The disk is full",
+    errno.EDQUOT: "The disk quota is used up",
+    errno.EFBIG: "The file may not become so large",
+}
+
+
 @contextmanager
-def storage_errors(path: Path) -> Generator[None]:
-    """Turns what the operating system refuses into an error that names the place and the room."""
+def storage_errors(path: Path, needed: int | None = None) -> Generator[None]:
+    """Turns what the operating system refuses into an error that names the place and the room.
+
+    needed: bytes that were to be written, where they are known.
+    """
     try:
         yield
-    except OSError as error:
+    except (OSError, DiskFull) as raised:
+        error = raised if isinstance(raised, OSError) else raised.__cause__
+        assert isinstance(error, OSError)
+        if full := _FULL.get(error.errno or 0):
+            what = f"{full}: {shutil.disk_usage(existing(path.parent)).free:,} bytes are free"
+            what += f", {needed:,} are needed." if needed else "."
+            fix = "make room, then give the same command again: what is complete is kept"
+            raise DiskFull(what, where=str(path), fix=fix) from error
         what = f"Cannot write: {error.strerror or error}."
         fix = "check that the directory exists and may be written to"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"The disk is full: {shutil.disk_usage(path.parent).free:,} bytes are free."
-            fix = "make room, then give the same command again: what is complete is kept"
         raise ElectraError(what, where=str(path), fix=fix) from error
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest of its parents that is there."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
+
+
+def check_place(directory: Path) -> None:
+    """Refuses a place where no directory can be made or written, before anything is read."""
+    with (
+        storage_errors(directory),
+        tempfile.TemporaryDirectory(prefix=".electra-", dir=existing(directory)),
+    ):
+        pass
 
 
 def read_json(path: Path, *, fix: str = "restore it from a backup") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .config import OptimConfig
 from .errors import CorruptError
 
+_WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
 _ALIGN = 64  # elements: every tensor starts on a boundary that vector units and GPUs like
 
 
@@ -39,7 +40,8 @@ class Adam:
     textbook (`bias_correction=True`):   the same with m / (1 − β1ᵗ) and v / (1 − β2ᵗ)
 
     A step whose gradient norm is not finite changes neither parameters nor moments; it is counted
-    in `bad_steps` (all) and `bad_in_a_row`, on the device, without waiting for it.
+    in `bad_steps` (all) and `bad_in_a_row`, on the device, without waiting for it. With
+    `skip_spikes` so is a step whose norm is far above those of the good steps before it.
     """
 
     def __init__(
@@ -102,6 +104,9 @@ class Adam:
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
         self.worst_in_a_row = torch.zeros_like(self.bad_steps)  # since it was last looked at
+        self.good_norms = torch.zeros(_WINDOW, device=device)  # the last ones, as a ring
+        self.good_steps = torch.zeros_like(self.bad_steps)
+        self.spikes = torch.zeros_like(self.bad_steps)
         # False while a CUDA graph is recorded: the step runs and changes nothing.
         self.live = torch.ones((), dtype=torch.bool, device=device)
         self._refresh()
@@ -148,8 +153,10 @@ class Adam:
         """
         c = self.config
         norm = self.grad.norm()
-        finite = norm.isfinite()
-        skip = (~(finite & self.live)).float()
+        good = norm.isfinite()
+        if c.skip_spikes:
+            good = good & ~self._is_spike(norm)
+        skip = (~(good & self.live)).float()
         divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
         # Far along, both corrections are exactly 1: that is Adam without them.
         t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
@@ -176,11 +183,24 @@ class Adam:
                 )
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-        self.bad_steps += ~finite & self.live
-        self.bad_in_a_row.copy_(torch.where(finite, 0, self.bad_in_a_row + self.live))
+        self.bad_steps += ~good & self.live
+        self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
         torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
         self._refresh()
         return norm
+
+    def _is_spike(self, norm: Tensor) -> Tensor:
+        """Judge `norm` by the good ones before it and remember it if it is one of them."""
+        deviation, mean = torch.std_mean(self.good_norms)
+        known = self.good_steps >= _WINDOW
+        spike = known & norm.isfinite() & (norm > mean + _SIGMAS * deviation)
+        keep = norm.isfinite() & ~spike & self.live
+        place = (self.good_steps % _WINDOW).view(1)
+        old = self.good_norms.index_select(0, place)
+        self.good_norms.index_copy_(0, place, torch.where(keep, norm, old))
+        self.good_steps += keep
+        self.spikes += spike & self.live
+        return spike
 
     def _beside(self, group: int) -> contextlib.AbstractContextManager[Any]:
         """Groups of a layer each are too small to fill a GPU, so they are updated side by side."""
@@ -199,6 +219,13 @@ class Adam:
             key: {slot.name: slot.of(flat) for slot in self.slots}
             for key, flat in (("model", self.master), ("m", self.m), ("v", self.v))
         }
+
+    def counters(self) -> dict[str, Tensor]:
+        """What judges the steps, by name; what is not saved begins at zero."""
+        names = ["bad_steps", "bad_in_a_row", "worst_in_a_row"]
+        if self.config.skip_spikes:
+            names += ["good_norms", "good_steps", "spikes"]
+        return {name: getattr(self, name) for name in names}
 
     def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Restore what `state` gave; names and shapes must be the same."""

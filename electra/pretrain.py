@@ -16,7 +16,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +27,17 @@ from torch import Tensor
 from . import __version__
 from . import runtime as runtimes
 from .batches import Batches, Block
-from .checkpoint import Saver, load_newest
+from .checkpoint import Saver, load_newest, size_of
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
-from .errors import ElectraError, NumericError, Stopped
+from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped
 from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
 from .files import exclusive, json_bytes, read_json, write_atomic
 from .flops import matmul_flops_per_token
 from .objectives import Batch, Losses, Objective, SpecialIds, WithGenerator, build_objective
 from .optim import Adam, learning_rate
 from .randomness import StepRng
-from .runlog import RunLog, draw_curves
+from .runlog import RunLog, draw_curves, read_metrics
 from .runtime import Runtime, StopRequest
 
 # What may differ when a run is continued; anything else would make it another experiment.
@@ -57,9 +57,26 @@ _MAY_CHANGE = (
     "run.save_every",
     "run.keep_checkpoints",
     "run.max_bad_steps",
+    "run.on_disk_full",
+    "run.timeout_seconds",
     "data.micro_batch",
     "data.on_device",
 )
+# What cannot differ even by force: the saved tensors would not fit, or mean something else.
+_SHAPES = (
+    "encoder.layers",
+    "encoder.hidden_size",
+    "encoder.ffn_size",
+    "encoder.attention_heads",
+    "encoder.embedding_size",
+    "encoder.max_positions",
+    "generator.width",
+    "generator.depth",
+    "generator.sharing",
+    "objective.kind",
+    "objective.disc_head",
+)
+_POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 
 
 def pretrain(
@@ -68,11 +85,14 @@ def pretrain(
     out: Path,
     *,
     initial: dict[str, Tensor] | None = None,
+    initial_from: str | None = None,
+    force: bool = False,
     quiet: bool = False,
 ) -> None:
     """Train until the steps or the minutes are used up; the same call again continues.
 
-    initial: parameters by name to start from instead of a random draw (an imported model).
+    initial: parameters by name to start from instead of a random draw (an imported model), which
+    come from `initial_from`. force: continue although the settings or the corpus have changed.
     Raises Stopped after a signal, once everything is saved.
     """
     check_fits(config, corpus)
@@ -87,11 +107,17 @@ def pretrain(
             fix="use a batch size that is a multiple of the number of processes",
         )
     with exclusive(out) if runtime.is_main else contextlib.nullcontext(), StopRequest() as stop:
-        if runtime.is_main:
-            _enter_run(config, corpus, out, runtime, before)
-        runtime.agree(0.0)  # the others wait until the directory is there
         try:
-            _train(config, corpus, out, runtime, stop, initial, quiet)
+            changed: list[str] = []
+            if runtime.is_main:
+                changed = _enter_run(config, corpus, out, runtime, before, initial_from, force)
+            runtime.agree(0.0)  # the others wait until the directory is there
+            _train(config, corpus, out, runtime, stop, initial, changed, quiet)
+        except (LostProcess, Stopped):
+            raise
+        except BaseException as error:
+            runtime.report(f"{type(error).__name__}: {error}")
+            raise
         finally:
             runtime.leave()
 
@@ -103,6 +129,7 @@ def _train(
     runtime: Runtime,
     stop: StopRequest,
     initial: dict[str, Tensor] | None,
+    changed: list[str],
     quiet: bool,
 ) -> None:
     run = config.run
@@ -118,6 +145,7 @@ def _train(
     )
     objective = objective.to(runtime.device)
     saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
+    pauses = run.on_disk_full == "pause"
     early_warnings: list[str] = []
     if not runtime.is_main:  # the main process looks first: it sets damaged checkpoints aside
         runtime.agree(0.0)
@@ -153,11 +181,20 @@ def _train(
             progress = step / total
         return learning_rate(config.optim, step, progress, total)
 
-    if progress_at(first_step, seconds) >= 1.0:
+    # A stop can come between a step and its evaluation, which is then made up for.
+    is_due = first_step % run.eval_every == 0 or progress_at(first_step, seconds) >= 1.0
+    owes = runtime.is_main and is_due and first_step > 0 and not _was_evaluated(out, first_step)
+    owes = runtime.any(owes and len(corpus.held_out) > 0)
+    if progress_at(first_step, seconds) >= 1.0 and not owes:
         return  # done before
-    log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet)
+    if saver is not None:
+        _check_room(saver.directory, size_of(trainer.state()))
+    log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet, patient=pauses)
     for text in early_warnings:
         log.warn(text)
+    for text in changed:
+        log.note(f"changed: {text}")
+        log.write("event", first_step, {"changed": text})
     log.note(
         f"{config.name}: step {first_step:,} of {run.train_steps:,}"
         + (f", at most {run.minutes:g} minutes" if run.minutes else "")
@@ -168,16 +205,43 @@ def _train(
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
     unigram = unigram_entropy(counts)
-    trainer.record()  # compile and capture; not part of the budget
+
+    def wait_for_room(full: DiskFull) -> None:
+        """In the thread that saves: until there may be room, unless the run is to stop."""
+        nonlocal told
+        if time.monotonic() - told > 60:
+            told = time.monotonic()
+            log.warn(f"waiting for room: {full}")
+        while True:
+            for _ in range(10):
+                if stop():
+                    raise full
+                time.sleep(_POLL_SECONDS / 10)
+            if shutil.disk_usage(out).free >= size:
+                return
+
+    told, size = -math.inf, size_of(trainer.state())
+    if saver is not None and pauses:
+        saver.on_full = wait_for_room
 
     def save(step: int) -> None:
+        # All wait together: one that waits alone would look frozen to the others.
+        while runtime.any(saver is not None and saver.is_busy):
+            time.sleep(0.05)
         if saver is not None:
             saver.save(step, trainer.state(), {"seconds": clock.read(), "lap": clock.lap_start})
 
-    def held_out(step: int, progress: float) -> None:
+    def held_out(step: int, progress: float) -> bool:
+        """Whether the evaluation came to its end, as far as this process knows."""
         if not runtime.is_main or not len(corpus.held_out):
-            return
-        result = evaluate(objective, corpus.held_out, batches=run.eval_batches)
+            return True
+        asked = stop if trainer.may_stop else lambda: False
+        try:
+            result = evaluate(
+                objective, corpus.held_out, batches=run.eval_batches, should_stop=asked
+            )
+        except Stopped:
+            return False
         log.write("eval", step, {**result.as_dict(), "unigram_entropy": unigram})
         shown = f"step {step:,} held out: generator {result.mlm_loss:.3f} nats"
         shown += f" ({100 * result.mlm_accuracy:.1f} % right)"
@@ -189,13 +253,23 @@ def _train(
         for text in diagnose(result, floor, progress):
             log.warn(text)
             log.write("event", step, {"warning": text})
+        return True
 
     step, progress = first_step, progress_at(first_step, seconds)
     warn_of_warmup = config.optim.warmup_percent is None
     clock = Clock(seconds, lap_start=float(saved.state["lap"]) if saved else 0.0)
     try:
-        with clock:
+        if not runtime.any(stop()):
+            with _memory_errors(trainer):
+                trainer.record()  # compile and capture; not part of the budget
+        if owes and progress < 1.0:
+            held_out(step, progress)
+        with clock, _memory_errors(trainer):
             while progress < 1.0:
+                if trainer.may_stop and runtime.any(stop()):
+                    if step > first_step:
+                        save(step)
+                    raise Stopped
                 if step == switch:
                     with clock.paused():
                         trainer = trainer.second_stage()
@@ -230,12 +304,12 @@ def _train(
                         held_out(step, progress)
                 if step % run.save_every == 0 and progress < 1.0:
                     save(step)
-                if progress < 1.0 and trainer.may_stop and runtime.any(stop()):
-                    save(step)
-                    raise Stopped
-        if step > first_step:
-            held_out(step, 1.0)  # before the save: what a checkpoint ends is logged to its end
+        if step > first_step or owes:
+            # Before the save: what a checkpoint ends is logged to its end.
+            finished = runtime.agree(float(held_out(step, 1.0)))
             save(step)
+            if not finished:
+                raise Stopped
     finally:
         if saver is not None:
             saver.wait()
@@ -373,7 +447,8 @@ class Trainer:
         second.optimizer.load({"model": weights})
         second.counter.copy_(self.counter)
         second.meter.sums.copy_(self.meter.sums)
-        second.optimizer.bad_steps.copy_(self.optimizer.bad_steps)
+        for name, counter in second.optimizer.counters().items():
+            counter.copy_(self.optimizer.counters()[name])
         second.record()
         return second
 
@@ -382,7 +457,7 @@ class Trainer:
         if not (self.runtime.compiled or self.runtime.cuda_graph):
             return
         saved_step = int(self.counter)
-        sums = self.meter.sums.clone()
+        kept = [(t, t.clone()) for t in (self.meter.sums, *self.optimizer.counters().values())]
         self.load_block(saved_step, [0.0] * self.block_steps)
         self.optimizer.live.fill_(False)
         if self.runtime.cuda_graph:
@@ -398,16 +473,16 @@ class Trainer:
         else:
             self.train_step()
         self.optimizer.live.fill_(True)
-        self.optimizer.bad_in_a_row.zero_()
         self.counter.fill_(saved_step)
-        self.meter.sums.copy_(sums)
+        for tensor, value in kept:
+            tensor.copy_(value)
         self._left = 0
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint, by file."""
         state = self.optimizer.state()
         moments = {f"{key}.{name}": t for key in ("m", "v") for name, t in state[key].items()}
-        extra = {"meter": self.meter.sums, "bad_steps": self.optimizer.bad_steps}
+        extra = {"meter": self.meter.sums, **self.optimizer.counters()}
         return {"model": state["model"], "optimizer": {**moments, **extra}}
 
     def load(self, tensors: dict[str, dict[str, Tensor]], step: int) -> None:
@@ -423,8 +498,46 @@ class Trainer:
         )
         meter = optimizer["meter"]  # written before "scored" was counted, it is shorter
         self.meter.sums[: len(meter)].copy_(meter)
-        self.optimizer.bad_steps.copy_(optimizer["bad_steps"])
+        for name, counter in self.optimizer.counters().items():
+            if name in optimizer:  # early checkpoints have only bad_steps
+                counter.copy_(optimizer[name])
         self.counter.fill_(step)
+
+
+@contextlib.contextmanager
+def _memory_errors(trainer: Trainer) -> Generator[None]:
+    """A device without room becomes an error that names a smaller micro-batch."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Recording a graph ends with an error of its own, raised while the first one passes.
+        if not any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__)):
+            raise
+        size = trainer.micro_batches[0].stop
+        fix = f"--data.micro-batch {size // 2} gives the same gradients in less memory"
+        if size == 1:
+            fix = "use a smaller model or shorter sequences: one sequence does not fit"
+        what = f"The device has no memory left with {size} sequences at once."
+        raise ElectraError(what, where="data.micro_batch", fix=fix) from error
+
+
+def _check_room(directory: Path, size: int) -> None:
+    """Refuse a disk on which the next checkpoint will not fit beside the one before."""
+    free = shutil.disk_usage(directory).free
+    if free < 2 * size:
+        raise DiskFull(
+            f"There is no room for two checkpoints: {free:,} bytes are free, {2 * size:,} are "
+            "needed.",
+            where=str(directory),
+            fix="make room, or choose another --out",
+        )
+
+
+def _was_evaluated(out: Path, step: int) -> bool:
+    try:
+        return any(m["kind"] == "eval" and m["step"] == step for m in read_metrics(out))
+    except FileNotFoundError:
+        return False
 
 
 def _long_warmup(config: PretrainConfig) -> str:
@@ -465,6 +578,7 @@ def _log_training(
         "learning_rate": float(trainer.rates[max(0, int(trainer.slot) - 1)]),
         "grad_norm": sums["norm"] / steps,
         "bad_steps": bad,
+        **({"spikes": int(trainer.optimizer.spikes)} if config.optim.skip_spikes else {}),
         "seconds": seconds,
         "tokens_per_second": rate,
         "mfu": rate * flops / peak,
@@ -483,9 +597,15 @@ def _log_training(
         f"  {rate:,.0f} tokens/s  MFU {100 * values['mfu']:.1f} %  left {_duration(left)}"
     )
     log.progress(progress, line)
+    kind = "not finite" + (" or far too large" if config.optim.skip_spikes else "")
+    if in_a_row:
+        text = f"steps with a gradient that is {kind} were left out: {bad} so far, {in_a_row} of "
+        text += "them in a row"
+        log.warn(text)
+        log.write("event", step, {"warning": text})
     if in_a_row >= config.run.max_bad_steps:
         raise NumericError(
-            f"{in_a_row} steps in a row gave a gradient that is not finite; none of them reached "
+            f"{in_a_row} steps in a row gave a gradient that is {kind}; none of them reached "
             "the weights.",
             where=f"step {step}",
             fix="continue with a lower --optim.learning-rate, or --run.precision fp32",
@@ -554,22 +674,39 @@ def _enter_run(
     out: Path,
     runtime: Runtime,
     before: dict[str, Any],
-) -> None:
-    """Create the run directory, or make sure that an existing one is the same experiment."""
+    initial_from: str | None,
+    force: bool,
+) -> list[str]:
+    """Create the run directory, or make sure that an existing one is the same experiment.
+
+    Returns what has changed, in words.
+    """
+    changed: dict[str, str] = {}
     if before:
-        changed = differences(before["config"], to_dict(config))
-        forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
+        # What a setting did before there was one for it is its default.
+        old = from_dict(PretrainConfig, before["config"], where=f"{out / 'run.json'}: config")
+        changed = differences(to_dict(old), to_dict(config))
+        forbidden = [
+            line
+            for key, line in changed.items()
+            if (key in _SHAPES if force else key not in _MAY_CHANGE)
+        ]
         if forbidden:
+            could = all(key not in _SHAPES for key in changed)
             raise ElectraError(
                 "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
                 where=str(out),
-                fix="give the settings the run began with, or choose another --out",
+                fix="give the settings the run began with, or choose another --out"
+                + (", or continue it as another experiment with --force" if could else ""),
             )
         for key, mine, theirs in (
-            ("corpus", corpus.fingerprint, before["corpus_fingerprint"]),
             ("tokenizer", corpus.tokenizer_hash, before["tokenizer_hash"]),
+            ("corpus", corpus.fingerprint, before["corpus_fingerprint"]),
         ):
             if mine != theirs:
+                if force and key == "corpus":
+                    changed[key] = f"corpus: {theirs[:12]}… → {mine[:12]}…"
+                    continue
                 raise ElectraError(
                     f"This run was started with another {key}: {theirs[:12]}…, now {mine[:12]}….",
                     where=str(out),
@@ -587,6 +724,10 @@ def _enter_run(
         shutil.copytree(corpus.tokenizer_dir, copy)
         os.replace(copy, out / "tokenizer")
     write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
+    history = list(before.get("history", []))
+    if changed:
+        newest = max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
+        history.append({"step": newest, "changed": list(changed.values()), "force": force})
     record = {
         "format": 1,
         "version": __version__,
@@ -598,8 +739,11 @@ def _enter_run(
         "train_examples": len(corpus.train),
         "environment": runtime.describe(),
         "threads": runtime.threads,
+        "init": before.get("init") if before else initial_from,
+        "history": history,
     }
     write_atomic(out / "run.json", json_bytes(record, indent=1))
+    return list(changed.values())
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ will be trained again are cut off, so the file reads like that of an uninterrupt
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -19,14 +20,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from .files import write_atomic
+from .errors import DiskFull
+from .files import storage_errors, write_atomic
 
 
 class RunLog:
     """Metrics of one run directory; on all but the main process every method does nothing."""
 
-    def __init__(self, directory: Path, *, active: bool, from_step: int, quiet: bool) -> None:
-        self.directory, self.active = directory, active
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        active: bool,
+        from_step: int,
+        quiet: bool,
+        patient: bool = False,
+    ) -> None:
+        """patient: lines for which the disk has no room wait in memory instead of failing."""
+        self.directory, self.active, self._patient = directory, active, patient
+        self._waiting = b""
         self._progress: Progress | None = None
         self._last_line = -math.inf
         self._quiet = quiet
@@ -36,7 +48,8 @@ class RunLog:
         if self.path.exists():
             kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
             write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+        with storage_errors(self.path):
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         self._board = _tensorboard(directory, from_step)
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
         if self.console.is_terminal and not quiet:
@@ -53,12 +66,25 @@ class RunLog:
         if not self.active:
             return
         safe = {k: _json_number(v) for k, v in values.items()}
-        self._file.write(json.dumps({"kind": kind, "step": step, **safe}) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps({"kind": kind, "step": step, **safe}) + "\n").encode()
+        try:
+            self._write_waiting()
+        except DiskFull:
+            if not self._patient:
+                raise
         if self._board is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            try:
+                for name, value in values.items():
+                    if isinstance(value, int | float):
+                        self._board.add_scalar(f"{kind}/{name}", value, step)
+            except OSError as error:  # of its own thread, for a line before
+                self._board = None
+                self.warn(f"TensorBoard gets no more lines: {error}")
+
+    def _write_waiting(self) -> None:
+        with storage_errors(self.path):
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
 
     def progress(self, share: float, line: str) -> None:
         """Show how far the run is; without a terminal at most one line in five seconds."""
@@ -85,9 +111,13 @@ class RunLog:
             return
         if self._progress is not None:
             self._progress.stop()
-        self._file.close()
+        try:
+            self._write_waiting()
+        finally:
+            self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):  # metrics.jsonl holds the same numbers
+                self._board.close()
 
 
 def _tensorboard(directory: Path, from_step: int) -> Any:

@@ -6,6 +6,7 @@ met is an error, never a quiet substitute.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -14,7 +15,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,9 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from .config import RunConfig
-from .errors import ElectraError
+from .errors import ElectraError, LostProcess
+
+_GRACE = timedelta(seconds=5)  # in which a process that is alive notices that another is not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class Runtime:
     rank: int = 0
     world: int = 1
     owns_group: bool = False
+    store: Any = None  # where processes leave word for each other when something goes wrong
 
     @property
     def is_main(self) -> bool:
@@ -64,16 +71,18 @@ class Runtime:
         if self.world == 1:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
-        dist.broadcast(shared, src=0)
-        return float(shared.item())
+        with self.together():
+            dist.broadcast(shared, src=0)
+            return float(shared.item())
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on at least one process."""
         if self.world == 1:
             return flag
         shared = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-        return bool(shared.item())
+        with self.together():
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+            return bool(shared.item())
 
     def leave(self) -> None:
         """End the process group, if it was started here."""
@@ -83,8 +92,50 @@ class Runtime:
     def sum_(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over all processes, in place."""
         if self.world > 1:
-            dist.all_reduce(tensor)
+            with self.together():
+                dist.all_reduce(tensor)
         return tensor
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """What goes wrong between the processes becomes an error that names the one at fault."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.report("")
+            for rank, word in roll_call(self.store, "word", self.world, _GRACE).items():
+                if word != "":
+                    raise _lost(rank, word) from error
+            raise  # all are there: it was something else
+
+    def report(self, word: str) -> None:
+        """Leave word for the others: why this process ends, or nothing if it saw another end."""
+        if self.store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.store.set(f"electra/word/{self.rank}", word)
+
+
+def roll_call(store: Any, question: str, world: int, patience: timedelta) -> dict[int, str | None]:
+    """What each process left at electra/`question`, None where nothing came in time."""
+    answers: dict[int, str | None] = {}
+    end = time.monotonic() + patience.total_seconds()
+    for rank in range(world if store else 0):
+        key = f"electra/{question}/{rank}"
+        answers[rank] = None
+        with contextlib.suppress(RuntimeError):  # it waited in vain, or the store is gone
+            while not store.check([key]) and time.monotonic() < end:
+                time.sleep(0.05)
+            answers[rank] = store.get(key).decode() if store.check([key]) else None
+    return answers
+
+
+def _lost(rank: int, word: str | None) -> LostProcess:
+    return LostProcess(
+        f"Process {rank} " + (f"failed: {word}" if word else "does not answer."),
+        where=f"rank {rank}",
+        fix="look at its messages and its machine, then give the same command again; if it was "
+        "only slow, raise --run.timeout-seconds",
+    )
 
 
 def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
@@ -104,8 +155,18 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     else:
         device = torch.device("cpu")
     owns_group = world > 1 and not dist.is_initialized()
+    store: Any = None
     if owns_group:
-        dist.init_process_group("nccl" if wants_cuda else "gloo")
+        limit = timedelta(seconds=config.timeout_seconds)
+        store, rank, world = next(iter(rendezvous("env://", timeout=limit)))
+        store.set(f"electra/here/{rank}", "yes")
+        for other, answer in roll_call(store, "here", world, limit).items():
+            if answer is None:
+                raise _lost(other, None)
+        backend = "nccl" if wants_cuda else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        store = store.clone()
+        store.set_timeout(_GRACE)  # it may live in the process that froze
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Sums along rows of a batch have no deterministic flag on a GPU, but no race either.
@@ -137,6 +198,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         rank=rank,
         world=world,
         owns_group=owns_group,
+        store=store,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,13 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from electra import pretrain as loop
 from electra.checkpoint import load_newest
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.errors import ElectraError, Stopped
 from electra.files import json_bytes
-from electra.pretrain import pretrain
+from electra.pretrain import Trainer, pretrain
 from electra.runlog import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -45,21 +45,21 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
 
     pretrain(config, corpus, work / "runs" / "whole", quiet=True)
 
-    class Asked(loop.StopRequest):
+    kept, done = Trainer.step, [0]
+
+    def signalled(self: Trainer) -> None:
         """Only the second process is asked to stop; both have to."""
+        kept(self)
+        done[0] += 1
+        if rank == 1 and done[0] == 6:
+            signal.raise_signal(signal.SIGTERM)
 
-        steps = 0
-
-        def __call__(self) -> bool:
-            Asked.steps += 1
-            return rank == 1 and Asked.steps >= 6
-
-    kept, loop.StopRequest = loop.StopRequest, Asked
+    Trainer.step = signalled
     try:
         pretrain(config, corpus, work / "runs" / "stopped", quiet=True)
     except Stopped:
         (work / f"stopped-{rank}").touch()
-    loop.StopRequest = kept
+    Trainer.step = kept
     dist.barrier()
 
     if rank == 0:
