@@ -1,0 +1,383 @@
+"""What must not be lost when the disk, the place, the user or an older version gets in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_checkpoint import assert_is, tensors
+from test_pretrain import assert_same_run, with_run
+
+from electra import cli, files
+from electra import pretrain as loop
+from electra.checkpoint import Saver, load_newest, size_of
+from electra.config import PretrainConfig, from_dict
+from electra.corpus import Corpus
+from electra.errors import DiskFull, ElectraError, Stopped
+from electra.pretrain import load_run, pretrain
+from electra.runlog import RunLog, read_metrics
+
+ROOT = Path(__file__).parents[1]
+OLD_RUN = ROOT / "tests" / "fixtures" / "run-0.1.0"
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The kernel refuses to let a file grow beyond `size`: no root, no mount, but a real error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting needs root")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Takes all room but `leave` bytes."""
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - leave)))
+    return ballast
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+    """`action()` once, when the run has done `number` steps."""
+    step = loop.Trainer.step
+
+    def watched(self: loop.Trainer) -> None:
+        step(self)
+        if int(self.counter) == number:
+            action()
+
+    monkeypatch.setattr(loop.Trainer, "step", watched)
+
+
+# ---------------------------------------------------------------------- no room
+
+
+def test_the_checkpoint_before_survives_fifty_saves_without_room(tmp_path: Path) -> None:
+    draw = random.Random(8)
+    saver = Saver(tmp_path, keep=1)
+    saver.save(4, tensors(4), {"seconds": 4 / 3})
+    saver.wait()
+    largest = max(f.stat().st_size for f in (tmp_path / "step-00000004").iterdir())
+    for step in range(5, 55):
+        with files_of_at_most(draw.randrange(largest)):
+            saver.save(step, tensors(step), {"seconds": step / 3})
+            with pytest.raises(DiskFull) as caught:
+                saver.wait()
+        assert caught.value.exit_code == 2
+        assert str(tmp_path) in caught.value.where
+        assert f"{size_of(tensors(step)):,} are needed" in caught.value.what
+        assert "bytes are free" in caught.value.what
+        assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
+    assert_is(load_newest(tmp_path), 4)
+
+
+@pytest.mark.long
+def test_fifty_full_disks_cost_no_checkpoint(
+    micro: PretrainConfig, corpus: Corpus, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up to a random degree at a random step; with room again the run goes on."""
+    draw = random.Random(50)
+    out = small_disk / "run"
+    config = with_run(micro, train_steps=10**6, save_every=2, log_every=5, eval_every=10**6)
+    newest = 0
+    for _ in range(50):
+        with monkeypatch.context() as patch:
+            at = newest + draw.randint(3, 8)
+            leave = draw.randrange(100_000)
+            at_step(patch, at, lambda leave=leave: fill(small_disk, leave))
+            with pytest.raises(DiskFull):
+                pretrain(config, corpus, out, quiet=True)
+        saved = load_newest(out / "checkpoints", warn=pytest.fail)
+        assert saved is not None
+        assert saved.step >= newest
+        newest = saved.step
+        assert not list(out.rglob(".tmp-*"))
+        (small_disk / "ballast").unlink()
+
+
+def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
+    micro: PretrainConfig, corpus: Corpus, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(micro, corpus, small_disk / "whole", quiet=True)
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, lambda: fill(small_disk, 50_000))
+        with pytest.raises(DiskFull, match=r"disk is full: [\d,]+ bytes are free, [\d,]+ are"):
+            pretrain(micro, corpus, small_disk / "run", quiet=True)
+    assert [p.name for p in (small_disk / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    (small_disk / "ballast").unlink()
+    pretrain(micro, corpus, small_disk / "run", quiet=True)
+    assert_same_run(small_disk / "whole", small_disk / "run")
+
+
+# TensorBoard writes in a thread of its own, which ends when there is no room.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("room", [0, 50_000])
+def test_a_run_can_wait_until_there_is_room(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+) -> None:
+    """Without any room even lines of metrics have to wait."""
+    pretrain(micro, corpus, small_disk / "whole", quiet=True)
+    monkeypatch.setattr(loop, "_POLL_SECONDS", 0.1)
+    told: list[str] = []
+
+    def make_room(_: RunLog, text: str) -> None:
+        if "waiting for room" in text:
+            told.append(text)
+            (small_disk / "ballast").unlink()
+
+    monkeypatch.setattr(RunLog, "warn", make_room)
+    at_step(monkeypatch, 6, lambda: fill(small_disk, room))
+    config = with_run(micro, on_disk_full="pause")
+    pretrain(config, corpus, small_disk / "run", quiet=True)
+    assert len(told) == 1
+    assert str(small_disk / "run") in told[0]
+    assert_same_run(small_disk / "whole", small_disk / "run")
+
+
+def test_a_limit_on_files_pauses_and_a_stop_ends_the_waiting(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_POLL_SECONDS", 0.1)
+    asked = [False]
+    monkeypatch.setattr(loop.StopRequest, "__call__", lambda _: asked[0])
+    monkeypatch.setattr(RunLog, "warn", lambda *_: asked.__setitem__(0, True))
+    config = with_run(micro, on_disk_full="pause")
+    with files_of_at_most(30_000), pytest.raises(DiskFull, match="may not become so large"):
+        pretrain(config, corpus, tmp_path, quiet=True)
+    assert load_newest(tmp_path / "checkpoints") is None
+
+
+def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "a", quiet=True)
+    saved = load_newest(tmp_path / "a" / "checkpoints")
+    assert saved is not None
+    needed = 2 * size_of(saved.tensors)
+    usage = shutil.disk_usage(tmp_path)
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, f=free: usage._replace(free=f))
+        if fits:
+            pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "b", quiet=True)
+            continue
+        with pytest.raises(DiskFull, match=f"{free:,} bytes are free, {needed:,} are") as caught:
+            pretrain(micro, corpus, tmp_path / "c", quiet=True)
+        assert caught.value.exit_code == 2
+        assert str(tmp_path / "c") in caught.value.where
+        pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "b", quiet=True)  # it is done
+
+
+# ---------------------------------------------------------------------- no place
+
+COMMANDS = {
+    "tokenizer": ["--input", "/none"],
+    "prepare": ["--input", "/none", "--tokenizer", "/none"],
+    "pretrain": ["tiny", "--corpus", "/none"],
+    "export": ["/none"],
+    "finetune": ["--model", "/none", "--data", "/none"],
+    "glue": ["--model", "/none", "--data", "/none"],
+    "predict": ["--model", "/none", "--input", "/none"],
+}
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Without root's power over permissions."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("case", ["a file", "below a file", "a system file", "no permission"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, case: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "closed").mkdir()
+    out = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "a" / "b",
+        "a system file": Path("/proc/electra/run"),
+        "no permission": tmp_path / "closed" / "run",
+    }[case]
+    if name == "predict":
+        out = out / "answers.csv"
+    (tmp_path / "closed").chmod(0o555)
+    with as_nobody() if case == "no permission" else contextlib.nullcontext():
+        code = cli.run([name, *COMMANDS[name], "--out", str(out)])
+    told = capsys.readouterr().err
+    assert code == 2
+    assert "Cannot write" in told, told  # and nothing of the input that is not there
+    assert str(out if name != "predict" else out.parent) in told
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_place_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "a" / "b"):
+        files.check_place(place)
+    assert not list(tmp_path.iterdir())
+
+
+def test_refusing_a_place_takes_no_heavy_import(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    argv = ["pretrain", "tiny", "--corpus", "/none", "--out", str(tmp_path / "file")]
+    code = f"import sys; from electra import cli; print(cli.run({argv!r}), 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "2 False\n", done.stderr
+
+
+# ---------------------------------------------------------------------- what users and clocks do
+
+
+@pytest.mark.parametrize("what", ["the newest", "all", "the directory"])
+def test_checkpoints_that_someone_deletes_do_not_end_the_run(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    pretrain(micro, corpus, tmp_path / "whole", quiet=True)
+    place = tmp_path / "run" / "checkpoints"
+
+    def delete() -> None:
+        found = sorted(place.glob("step-*"))
+        assert found
+        for path in {"the newest": found[-1:], "all": found}.get(what, [place]):
+            shutil.rmtree(path)
+
+    at_step(monkeypatch, 10, delete)
+    pretrain(micro, corpus, tmp_path / "run", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_checkpoint_deleted_while_it_is_pruned_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from electra import checkpoint
+
+    saver = Saver(tmp_path, keep=1)
+    saver.save(4, tensors(4), {"seconds": 4 / 3})
+    saver.wait()
+
+    def delete_first(name: str) -> None:
+        if name == "before_prune":
+            shutil.rmtree(tmp_path / "step-00000004")
+
+    monkeypatch.setattr(checkpoint, "fault_point", delete_first)
+    saver.save(8, tensors(8), {"seconds": 8 / 3})
+    saver.wait()
+    assert_is(load_newest(tmp_path), 8)
+
+
+def test_a_clock_that_is_set_back_changes_nothing(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(micro, corpus, tmp_path / "whole", quiet=True)
+    past = itertools.count(2e9, -86_400.0)  # every look at the calendar is a day earlier
+    monkeypatch.setattr(time, "time", lambda: next(past))
+    config = with_run(micro, minutes=600.0)  # the clock of the budget runs as well
+    at_step(monkeypatch, 9, lambda: os.kill(os.getpid(), 15))
+    with pytest.raises(Stopped):
+        pretrain(config, corpus, tmp_path / "run", quiet=True)
+    pretrain(config, corpus, tmp_path / "run", quiet=True)
+    seconds = [m["seconds"] for m in read_metrics(tmp_path / "run") if m["kind"] == "train"]
+    assert seconds == sorted(seconds)
+    assert len(seconds) == 20
+    assert all(0 <= s < 600 for s in seconds)
+
+
+# ---------------------------------------------------------------------- older versions
+
+
+def test_a_run_of_the_first_version_still_loads_and_continues(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Written before checkpoints held more than one counter and settings had today's fields."""
+    weights = load_file(OLD_RUN / "checkpoints" / "step-00000004" / "model.safetensors")
+    loaded = load_run(OLD_RUN)
+    assert loaded.step == 4
+    for name, parameter in loaded.objective.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+
+    out = tmp_path / "run"
+    shutil.copytree(OLD_RUN, out)
+    record = json.loads((out / "run.json").read_bytes())
+    # The corpus is made here and now; its bytes are another test's business.
+    record |= {
+        "corpus_fingerprint": corpus.fingerprint,
+        "tokenizer_hash": corpus.tokenizer_hash,
+        "vocab_size": corpus.vocab_size,
+    }
+    (out / "run.json").write_text(json.dumps(record))
+    config = from_dict(PretrainConfig, record["config"], where="fixture")
+    pretrain(replace(config, run=replace(config.run, train_steps=8)), corpus, out, quiet=True)
+    saved = load_newest(out / "checkpoints", warn=pytest.fail)
+    assert saved is not None
+    assert saved.step == 8
+    assert not torch.equal(
+        saved.tensors["model"]["discriminator.embeddings.word.weight"],
+        weights["discriminator.embeddings.word.weight"],
+    )
+
+
+def test_the_fixture_of_the_first_version_is_what_that_version_wrote() -> None:
+    """Nobody makes it pass by writing it anew."""
+    manifest = json.loads(
+        (OLD_RUN / "checkpoints" / "step-00000004" / "MANIFEST.json").read_bytes()
+    )
+    assert (
+        manifest["checksum"] == "079d84fc56126684be49d4dd8e400720e36a24198216300bc26b8566189af110"
+    )
+    saved = load_newest(OLD_RUN / "checkpoints", set_aside=False)
+    assert saved is not None
+    assert "bad_in_a_row" not in saved.tensors["optimizer"]
+    with pytest.raises(ElectraError, match="no setting"):
+        from_dict(PretrainConfig, {"run": {"never": 1}}, where="x")
