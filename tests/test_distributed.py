@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 from electra.checkpoint import load_newest
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.errors import ElectraError, Stopped
 from electra.files import json_bytes
+from electra.objectives import Batch, Losses, ReplacedTokenDetection
 from electra.pretrain import Trainer, pretrain
+from electra.randomness import StepRng
 from electra.runlog import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +76,27 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     pretrain(
         config, corpus, work / "runs" / "stopped", quiet=True
     )  # the newest checkpoint is damaged
+
+    forward = ReplacedTokenDetection.forward
+
+    def poisoned(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+        """A loss that is not a number, in one process only."""
+        losses = forward(self, batch, rng)
+        bad = rank == 1 and int(rng.step) in (2, 3, 7)
+        return losses._replace(total=losses.total * float("nan")) if bad else losses
+
+    ReplacedTokenDetection.forward = poisoned
+    weights: list[Tensor] = []
+
+    def watched(self: Trainer) -> None:
+        kept(self)
+        weights.append(self.optimizer.master.clone())
+
+    Trainer.step = watched
+    pretrain(config, corpus, work / "runs" / "poisoned", quiet=True)
+    Trainer.step = kept
+    ReplacedTokenDetection.forward = forward
+    torch.save(torch.stack(weights), work / f"poisoned-{rank}")
 
     odd = replace(config, data=replace(config.data, batch_size=7))
     try:
@@ -173,6 +200,17 @@ def test_both_stop_when_one_is_asked_and_a_damaged_checkpoint_is_set_aside_once(
     assert_close_runs(pair / "runs" / "stopped", single)
 
 
+def test_not_a_number_in_one_process_stops_the_step_in_all(pair: Path) -> None:
+    one, two = (torch.load(pair / f"poisoned-{rank}", weights_only=True) for rank in (0, 1))
+    assert torch.equal(one, two)
+    for step in range(1, STEPS):
+        assert torch.equal(one[step], one[step - 1]) == (step in (2, 3, 7)), step
+    lines = [m for m in read_metrics(pair / "runs" / "poisoned") if m["kind"] == "train"]
+    assert [m["bad_steps"] for m in lines] == [0, 0, 1, 2, 2, 2, 2, 3, 3, 3]
+    events = [m for m in read_metrics(pair / "runs" / "poisoned") if m["kind"] == "event"]
+    assert [m["step"] for m in events if "left out" in m["warning"]] == [3, 4, 8]
+
+
 def test_only_the_main_process_writes(pair: Path) -> None:
     assert (pair / "writes-1").read_text() == ""
 
@@ -212,3 +250,94 @@ def test_torchrun_starts_a_run_that_one_process_finishes(
     )
     assert finished.returncode == 0, finished.stderr
     assert_close_runs(out, single)
+
+
+# ---------------------------------------------------------------------- one of two is lost
+
+LOST = """
+import os, signal, sys
+from pathlib import Path
+from electra import cli
+from electra.pretrain import Trainer
+work, way, which, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+rank, step = int(os.environ["RANK"]), Trainer.step
+(work / f"pid-{rank}").write_text(str(os.getpid()))
+def lost(self):
+    if rank == which and int(self.counter) == at:
+        (work / "lost").touch()
+        if way == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        raise ValueError("of all things")
+    step(self)
+Trainer.step = lost
+sys.argv = ["electra", *sys.argv[5:]]
+cli.main()
+"""
+
+
+def lose_one(
+    corpus: Corpus, work: Path, way: str, rank: int, step: int, limit: float
+) -> tuple[str, float]:
+    """What the other process said, and how many seconds after the loss it was gone."""
+    work.mkdir()
+    (work / "lost.py").write_text(LOST)
+    config = with_run(config_of_pair(), train_steps=10**6, timeout_seconds=limit)
+    (work / "pair.json").write_bytes(json_bytes(to_dict(config)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--log-dir", str(work / "logs"), "--redirects", "3"]
+    arguments = [work / "lost.py", work, way, rank, step, "pretrain", "--config"]
+    arguments += [work / "pair.json", "--corpus", corpus.path, "--out", work / "run", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(
+        [*torchrun, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while not (work / "lost").exists():
+            assert run.poll() is None
+            time.sleep(0.02)
+        lost_at = time.monotonic()
+        other, frozen = (int((work / f"pid-{r}").read_text()) for r in (1 - rank, rank))
+        gone = [p for p in psutil.Process(run.pid).children() if p.pid == other]
+        if gone:
+            gone[0].wait(120)
+        seconds = time.monotonic() - lost_at
+        if way == "frozen":  # torchrun would give it half a minute to end by itself
+            os.kill(frozen, signal.SIGKILL)
+        assert run.wait(120) != 0
+    finally:
+        run.kill()
+        run.wait()
+    (log,) = (work / "logs").rglob(f"{1 - rank}/stderr.log")
+    return log.read_text(), seconds
+
+
+@pytest.mark.parametrize(("way", "rank"), [("frozen", 1), ("raising", 1), ("frozen", 0)])
+def test_a_process_that_is_lost_is_named_and_the_other_one_leaves(
+    corpus: Corpus, tmp_path: Path, way: str, rank: int
+) -> None:
+    told, seconds = lose_one(corpus, tmp_path / "work", way, rank, 6, limit=3.0)
+    assert f"Process {rank} " in told
+    wanted = "does not answer" if way == "frozen" else "failed: ValueError: of all things"
+    assert wanted in told
+    assert "Traceback" not in told
+    assert seconds < 3 + 10
+    saved = load_newest(tmp_path / "work" / "run" / "checkpoints")
+    assert saved is not None
+    assert saved.step == 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", ["frozen", "raising"])
+@pytest.mark.parametrize("number", range(10))
+def test_ten_of_ten_lost_processes_are_named(
+    corpus: Corpus, tmp_path: Path, way: str, number: int
+) -> None:
+    draw = random.Random(number)
+    rank = number % 2
+    step = draw.randint(0, 40)
+    told, seconds = lose_one(corpus, tmp_path / "work", way, rank, step, limit=20.0)
+    assert f"Process {rank} " in told, told
+    assert seconds < 20 + 10

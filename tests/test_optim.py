@@ -187,6 +187,63 @@ def test_a_step_that_is_not_live_changes_nothing_and_counts_nothing() -> None:
     assert int(adam.bad_steps) == int(adam.bad_in_a_row) == 0
 
 
+# ---------------------------------------------------------------------- spikes
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_spike_is_left_out_only_after_128_good_steps_and_only_on_request(wanted: bool) -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(skip_spikes=wanted))
+    draw = torch.Generator().manual_seed(3)
+
+    def go(step: int, factor: float) -> None:
+        noise = 1 + 0.1 * torch.randn((), generator=draw)
+        grads = {n: factor * noise * g for n, g in gradients(module, 0).items()}
+        apply(adam, grads, 1e-3, step)
+
+    for step in range(128):
+        go(step, 100.0 if step == 64 else 1.0)  # too early to judge; it widens the window
+    for step in range(128, 320):  # and leaves it after 128 more
+        go(step, 1.0)
+    assert int(adam.bad_steps) == 0
+    before = snapshot(adam)
+    go(320, 100.0)
+    assert int(adam.bad_steps) == int(adam.bad_in_a_row) == int(adam.spikes) == wanted
+    if wanted:
+        assert_same(before, snapshot(adam))
+    go(321, 1.2)  # no spike; and the one before is not part of what the next is judged by
+    assert int(adam.bad_steps) == wanted
+    assert int(adam.bad_in_a_row) == 0
+    go(322, 100.0)
+    assert int(adam.bad_steps) == 2 * wanted
+
+
+def test_the_rule_for_spikes_is_six_standard_deviations() -> None:
+    module = net()
+    grads = gradients(module, 0)
+    unit = torch.sqrt(sum(g.square().sum() for g in grads.values()))
+    norms = 1 + 0.1 * torch.rand(128, generator=torch.Generator().manual_seed(1))
+    limit = norms.mean() + 6 * norms.std()
+    for norm, skipped in ((limit * 1.001, 1), (limit * 0.999, 0), (torch.tensor(1e-3), 0)):
+        adam = Adam(net(), OptimConfig(skip_spikes=True))
+        for step, n in enumerate([*norms, norm]):
+            apply(adam, {k: g * (n / unit) for k, g in grads.items()}, 1e-3, step)
+        assert int(adam.spikes) == skipped
+
+
+def test_what_is_not_live_or_not_finite_is_not_remembered() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(skip_spikes=True))
+    apply(adam, gradients(module, 0), 0.1, 0)
+    kept = {name: tensor.clone() for name, tensor in adam.counters().items()}
+    adam.live.fill_(False)
+    apply(adam, gradients(module, 1), 0.1, 1)
+    adam.live.fill_(True)
+    apply(adam, {n: g * torch.nan for n, g in gradients(module, 1).items()}, 0.1, 1)
+    for name in ("good_norms", "good_steps", "spikes"):
+        assert torch.equal(kept[name], adam.counters()[name])
+
+
 # ---------------------------------------------------------------------- buffers
 
 

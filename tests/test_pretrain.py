@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -138,6 +140,38 @@ def test_a_stopped_run_continues_exactly(
     saved = load_newest(tmp_path / "parts" / "checkpoints")
     assert saved is not None
     assert saved.step == 10
+    pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("evaluation", [1, 3, 4])
+def test_a_stop_inside_an_evaluation_is_made_up_for(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluation: int,
+) -> None:
+    """The first, one whose step is saved anyway, and the one at the end."""
+    config = with_run(micro, save_every=9)
+    pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    predict, seen = ReplacedTokenDetection.predict, [0]
+
+    def signalled(self: ReplacedTokenDetection, *args: Any, training: bool) -> Any:
+        if not training:
+            seen[0] += 1
+            if seen[0] == 2 * evaluation - 1:  # before the second of its two batches
+                signal.raise_signal(signal.SIGUSR1)
+        return predict(self, *args, training=training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReplacedTokenDetection, "predict", signalled)
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    saved = load_newest(tmp_path / "parts" / "checkpoints")
+    assert saved is not None
+    assert saved.step == {1: 6, 3: 18, 4: 20}[evaluation]
+    assert len([m for m in metrics(tmp_path / "parts") if m["kind"] == "eval"]) == evaluation - 1
     pretrain(config, corpus, tmp_path / "parts", quiet=True)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
@@ -377,6 +411,86 @@ def test_what_does_not_make_another_experiment_may_change(
     assert json.loads((stopped_run / "run.json").read_bytes())["config"] == to_dict(config)
 
 
+def test_what_changed_is_in_the_log_and_in_the_record(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = with_run(changed(micro, "optim.learning_rate", 1e-3), train_steps=6)
+    lines = ["optim.learning_rate: 0.003 → 0.001", "run.train_steps: 20 → 6"]
+    pretrain(config, corpus, stopped_run)
+    told = capsys.readouterr().err
+    assert all(f"changed: {line}" in told for line in lines)
+    events = [m for m in metrics(stopped_run) if m["kind"] == "event"]
+    assert [(m["step"], m["changed"]) for m in events if "changed" in m] == [(3, x) for x in lines]
+    record = json.loads((stopped_run / "run.json").read_bytes())
+    assert record["history"] == [{"step": 3, "changed": lines, "force": False}]
+    pretrain(with_run(config, train_steps=7), corpus, stopped_run, quiet=True)
+    history = json.loads((stopped_run / "run.json").read_bytes())["history"]
+    assert [h["step"] for h in history] == [3, 6]
+
+
+def test_force_continues_another_experiment_and_says_so(
+    micro: PretrainConfig, corpus: Corpus, segments: Corpus, stopped_run: Path
+) -> None:
+    config = changed(changed(micro, "run.seed", 8), "data.batch_size", 4)
+    with pytest.raises(ElectraError) as caught:
+        pretrain(config, corpus, stopped_run, quiet=True)
+    assert "--force" in caught.value.fix
+    pretrain(config, segments, stopped_run, quiet=True, force=True)
+    (entry,) = json.loads((stopped_run / "run.json").read_bytes())["history"]
+    assert entry["force"] is True
+    assert entry["step"] == 3
+    assert entry["changed"][:2] == ["data.batch_size: 8 → 4", "run.seed: 7 → 8"]
+    assert entry["changed"][2].startswith(f"corpus: {corpus.fingerprint[:12]}… → ")
+    assert [m["changed"] for m in metrics(stopped_run) if "changed" in m] == entry["changed"]
+    saved = load_newest(stopped_run / "checkpoints")
+    assert saved is not None
+    assert saved.step == 20
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("encoder.layers", 1),
+        ("encoder.attention_heads", 4),
+        ("encoder.max_positions", 31),
+        ("generator.sharing", "none"),
+        ("objective.kind", "mlm"),
+        ("objective.disc_head", "linear"),
+    ],
+)
+def test_force_cannot_make_another_model_of_it(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path, path: str, value: Any
+) -> None:
+    before = (stopped_run / "run.json").read_bytes()
+    with pytest.raises(ElectraError, match=path) as caught:
+        pretrain(changed(micro, path, value), corpus, stopped_run, quiet=True, force=True)
+    assert "--force" not in caught.value.fix
+    assert (stopped_run / "run.json").read_bytes() == before
+
+
+def test_force_cannot_change_the_tokenizer(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "tokenizer_hash", "f" * 64)
+    monkeypatch.setattr(corpus, "fingerprint", "e" * 64)
+    with pytest.raises(ElectraError, match="another tokenizer"):
+        pretrain(micro, corpus, stopped_run, quiet=True, force=True)
+
+
+def test_the_record_says_where_the_first_weights_came_from(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = with_run(micro, train_steps=2)
+    pretrain(config, corpus, tmp_path / "random", quiet=True)
+    assert json.loads((tmp_path / "random" / "run.json").read_bytes())["init"] is None
+    weights = dict(load_run(tmp_path / "random").objective.named_parameters())
+    initial = {name: tensor.detach() for name, tensor in weights.items()}
+    out = tmp_path / "run"
+    pretrain(config, corpus, out, initial=initial, initial_from="models/mine", quiet=True)
+    pretrain(with_run(config, train_steps=3), corpus, out, quiet=True)
+    assert json.loads((out / "run.json").read_bytes())["init"] == "models/mine"
+
+
 def test_another_corpus_is_refused(
     micro: PretrainConfig, segments: Corpus, stopped_run: Path
 ) -> None:
@@ -549,6 +663,128 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_good_weights(
         for name, tensor in weights_at(tmp_path, int(path.name[5:])).items():
             assert torch.isfinite(tensor).all(), (path, name)
     assert (tmp_path / "checkpoints" / "step-00000008").is_dir()
+
+
+def test_fifty_broken_losses_and_gradients_never_reach_the_weights(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = 150
+    draw = random.Random(12)
+    ways = itertools.product(("loss", "gradient"), (math.nan, math.inf, -math.inf))
+    bad = dict(zip(sorted(draw.sample(range(steps), 50)), itertools.cycle(ways), strict=False))
+    grad, step = torch.autograd.grad, loop.Trainer.step
+
+    def broken_grad(total: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+        way, value = bad.get(now[0], ("", 0.0))
+        grads = list(grad(total * value if way == "loss" else total, parameters))
+        if way == "gradient":
+            one = draw.randrange(len(grads))
+            grads[one] = grads[one].clone()
+            grads[one].view(-1)[draw.randrange(grads[one].numel())] = value
+        return grads
+
+    def compared(self: loop.Trainer) -> None:
+        now[0] = int(self.counter)
+        before = [t.clone() for t in (self.optimizer.master, self.optimizer.m, self.optimizer.v)]
+        step(self)
+        after = [self.optimizer.master, self.optimizer.m, self.optimizer.v]
+        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert same == (now[0] in bad), now[0]
+
+    now = [0]
+    monkeypatch.setattr(torch.autograd, "grad", broken_grad)
+    monkeypatch.setattr(loop.Trainer, "step", compared)
+    config = with_run(micro, train_steps=steps, max_bad_steps=50, save_every=9, eval_every=steps)
+    pretrain(with_run(config, keep_checkpoints=99), corpus, tmp_path, quiet=True)
+    for path in (tmp_path / "checkpoints").iterdir():
+        for name, tensor in weights_at(tmp_path, int(path.name[5:])).items():
+            assert torch.isfinite(tensor).all(), (path, name)
+    told = [m["step"] - 1 for m in metrics(tmp_path) if "left out" in m.get("warning", "")]
+    assert told == sorted(bad)
+    assert [m["bad_steps"] for m in metrics(tmp_path) if m["kind"] == "train"][-1] == 50
+
+
+@pytest.mark.parametrize("log_every", [1, 20])
+def test_bad_steps_in_a_row_are_counted_across_a_resume(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log_every: int,
+) -> None:
+    """Otherwise a run that is restarted often enough would never notice."""
+    config = with_run(micro, log_every=log_every, max_bad_steps=3)
+    poison(monkeypatch, lambda step: step in (4, 5, 6))
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6)
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path, quiet=True)
+    with pytest.raises(NumericError, match="3 steps in a row"):
+        pretrain(config, corpus, tmp_path, quiet=True)
+
+
+def test_a_spike_is_left_out_and_its_rule_survives_a_resume(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ReplacedTokenDetection.forward
+
+    def spiking(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+        losses = forward(self, batch, rng)
+        return losses._replace(total=losses.total * (100 if int(rng.step) == 140 else 1))
+
+    monkeypatch.setattr(ReplacedTokenDetection, "forward", spiking)
+    config = with_run(micro, train_steps=145, eval_every=145, save_every=145)
+    config = changed(config, "optim.skip_spikes", True)
+    pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    lines = {m["step"]: m for m in metrics(tmp_path / "whole") if m["kind"] == "train"}
+    assert (lines[140]["spikes"], lines[141]["spikes"], lines[145]["bad_steps"]) == (0, 1, 1)
+    (told,) = [m for m in metrics(tmp_path / "whole") if m["kind"] == "event" and m["step"] == 141]
+    assert "far too large" in told["warning"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 135)
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+# ---------------------------------------------------------------------- no memory
+
+
+@pytest.mark.parametrize("moment", ["record", "train_step"])
+@pytest.mark.parametrize("micro_batch", [None, 6, 1])
+def test_a_device_without_memory_gets_a_smaller_micro_batch_proposed(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    micro_batch: int | None,
+) -> None:
+    def no_room(_: loop.Trainer) -> None:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        finally:
+            if moment == "record":  # what ending a capture adds on its way out
+                raise RuntimeError("capture failed")
+
+    monkeypatch.setattr(loop.Trainer, moment, no_room)
+    with pytest.raises(ElectraError, match="no memory left") as caught:
+        pretrain(changed(micro, "data.micro_batch", micro_batch), corpus, tmp_path, quiet=True)
+    assert caught.value.exit_code == 2
+    proposal = {None: "--data.micro-batch 4 ", 6: "--data.micro-batch 3 ", 1: "smaller model"}
+    assert proposal[micro_batch] in caught.value.fix
+
+
+def test_other_errors_of_the_device_stay_what_they_are(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: loop.Trainer) -> None:
+        raise RuntimeError("illegal address")
+
+    monkeypatch.setattr(loop.Trainer, "train_step", broken)
+    with pytest.raises(RuntimeError, match="illegal address"):
+        pretrain(micro, corpus, tmp_path, quiet=True)
 
 
 # ---------------------------------------------------------------------- what is left behind
