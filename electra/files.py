@@ -163,11 +163,14 @@ def existing(path: Path) -> Path:
 
 def check_place(directory: Path) -> None:
     """Refuses a place where no directory can be made or written, before anything is read."""
-    with (
-        storage_errors(directory),
-        tempfile.TemporaryDirectory(prefix=".electra-", dir=existing(directory)),
-    ):
-        pass
+    place = existing(directory)
+    with storage_errors(directory):
+        try:  # a file without a name: nothing stays, whenever the process is killed
+            os.close(os.open(place, os.O_TMPFILE | os.O_WRONLY, 0o600))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):
+                raise
+            tempfile.TemporaryDirectory(prefix=".electra-", dir=place).cleanup()
 
 
 def read_json(path: Path, *, fix: str = "restore it from a backup") -> dict[str, Any]:

@@ -314,7 +314,7 @@ def lose_one(
     return log.read_text(), seconds
 
 
-@pytest.mark.parametrize(("way", "rank"), [("frozen", 1), ("raising", 1), ("frozen", 0)])
+@pytest.mark.parametrize(("way", "rank"), [("frozen", 1), ("raising", 0)])
 def test_a_process_that_is_lost_is_named_and_the_other_one_leaves(
     corpus: Corpus, tmp_path: Path, way: str, rank: int
 ) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import os
 import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -145,5 +148,131 @@ def test_a_request_to_stop_saves_and_the_same_command_goes_on(
     assert process.wait(60) == 75
     newest = max(int(p.name[5:]) for p in (out / "checkpoints").glob("step-*"))
     assert newest == read_metrics(out)[-1]["step"]  # not a step is lost
+    assert start(corpus, out).wait(120) == 0
+    assert outcome(out) == uninterrupted
+
+
+# ---------------------------------------------------------------------- signals at any moment
+
+# One process imports everything and forks the rest: a start costs seconds, a fork nothing. A child
+# gets its signal from itself at a named place, or from outside after some share of a whole run.
+SIGNALLED = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import torch.utils.tensorboard
+from electra import checkpoint, cli, pretrain
+
+def at(module, name, number, times):
+    function = getattr(module, name)
+    def signalled(*args, **kwargs):
+        at.left -= 1
+        if at.left == 0:
+            os.kill(os.getpid(), number)
+        return function(*args, **kwargs)
+    at.left = times
+    setattr(module, name, signalled)
+
+PLACES = {
+    "run directory": (pretrain, "_enter_run"),
+    "evaluation": (pretrain, "evaluate"),
+    "first step": (pretrain.Trainer, "train_step"),
+    "save": (checkpoint, "save_file"),
+    "prune": (checkpoint.Saver, "_prune"),
+    "log": (pretrain, "_log_training"),
+}
+work, argv, moments, draw = Path(sys.argv[1]), sys.argv[3:], int(sys.argv[2]), random.Random(5)
+for i in range(moments):
+    number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3]
+    place = [*PLACES, None, None][i % (len(PLACES) + 2)]
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(work / f"{i}.log", os.O_CREAT | os.O_WRONLY), 2)
+        if place:
+            at(*PLACES[place], number, draw.randint(1, 2) if place in ("evaluation", "save") else 1)
+        cli.main(argv)
+    if not place:
+        time.sleep(draw.uniform(0, whole))
+        os.kill(child, number)
+    began = time.monotonic()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    seconds = time.monotonic() - began
+    if i == 0:
+        whole = 2 * seconds  # from the start until well into the training
+    run = Path(argv[argv.index("--out") + 1])
+    steps = [int(p.name[5:]) for p in (run / "checkpoints").glob("step-*")]
+    log = run / "metrics.jsonl"
+    lines = map(json.loads, log.read_text().splitlines() if log.exists() else [])
+    logged = max((m["step"] for m in lines if m["kind"] == "train"), default=0)
+    print(json.dumps({"place": place, "code": code, "seconds": seconds, "logged": logged,
+        "saved": max(steps, default=0)}), flush=True)
+    if code == 0:
+        os.rename(run, work / f"run-{i}")
+"""
+
+
+def signalled_runs(corpus: Corpus, work: Path, moments: int) -> list[dict[str, Any]]:
+    argv = command(corpus, work / "run")[3:]
+    (work / "logs").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(work / "logs"), str(moments), *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("moments", [10, pytest.param(50, marks=pytest.mark.long)])
+def test_a_signal_at_any_moment_costs_no_step(
+    corpus: Corpus,
+    tmp_path: Path,
+    uninterrupted: tuple[str, list[dict[str, Any]]],
+    moments: int,
+) -> None:
+    runs = signalled_runs(corpus, tmp_path, moments)
+    assert len(runs) == moments
+    stopped = [run for run in runs if run["code"] == 75]
+    assert len(stopped) >= 0.7 * moments  # a run that is complete has nothing left to stop
+    for i, run in enumerate(runs):
+        assert run["code"] == 75 or (run["code"], run["saved"]) == (0, STEPS), (i, run)
+        assert run["saved"] == run["logged"], (i, run)
+        assert run["place"] or run["seconds"] < 60, (i, run)
+    assert start(corpus, tmp_path / "run").wait(120) == 0
+    for run in (tmp_path / "run", *(tmp_path / "logs").glob("run-*")):
+        assert outcome(run) == uninterrupted
+
+
+def test_a_signal_while_torch_is_imported_ends_at_once(corpus: Corpus, tmp_path: Path) -> None:
+    process = start(corpus, tmp_path / "run")
+    status = Path(f"/proc/{process.pid}/status")
+    while not catches(status, signal.SIGTERM):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def catches(status: Path, number: signal.Signals) -> bool:
+    """Whether a process has a handler for the signal, as the kernel tells."""
+    mask = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(mask.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_second_signal_quits_at_once_without_damage(
+    corpus: Corpus, tmp_path: Path, uninterrupted: tuple[str, list[dict[str, Any]]]
+) -> None:
+    out = tmp_path / "run"
+    process = start(corpus, out)
+    wait_for_lines(process, out, 5)
+    process.send_signal(signal.SIGSTOP)  # both are there before it can react to the first
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(60) in (128 + signal.SIGTERM, 128 + signal.SIGINT)
     assert start(corpus, out).wait(120) == 0
     assert outcome(out) == uninterrupted
