@@ -555,10 +555,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.write(2, b"electra: stopped; nothing is lost, give the same command again\n")
         os._exit(EXIT_STOPPED)
 
-    # Where there is something to save, a `StopRequest` takes over.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, end)
-    sys.exit(run(list(sys.argv[1:] if argv is None else argv)))
+    def react(handler: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, handler)
+
+    react(end)  # where there is something to save, a `StopRequest` takes over
+    code = run(list(sys.argv[1:] if argv is None else argv))
+    react(signal.SIG_IGN)  # the outcome stands
+    sys.exit(code)
 
 
 def run(argv: list[str]) -> int:
