@@ -214,7 +214,7 @@ def test_a_spike_is_left_out_only_after_128_good_steps_and_only_on_request(wante
     go(321, 1.2)  # no spike; and the one before is not part of what the next is judged by
     assert int(adam.bad_steps) == wanted
     assert int(adam.bad_in_a_row) == 0
-    go(322, 100.0)
+    go(322, 30.0)
     assert int(adam.bad_steps) == 2 * wanted
 
 

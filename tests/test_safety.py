@@ -151,6 +151,7 @@ def test_a_run_can_wait_until_there_is_room(
     room: int,
 ) -> None:
     """Without any room even lines of metrics have to wait."""
+    micro = with_run(micro, save_every=4 if room else 20)
     pretrain(micro, corpus, small_disk / "whole", quiet=True)
     monkeypatch.setattr(loop, "_POLL_SECONDS", 0.1)
     told: list[str] = []
