@@ -167,11 +167,17 @@ def windows(
         gold = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > question.start))
         n, room, first = len(passage), length - 3 - len(ids), len(ids) + 2
         starts = np.arange(0, max(n - room, 0) + min(stride, room), min(stride, room))
-        ends, token = np.minimum(starts + room, n), np.arange(n)
-        poorer = np.minimum(token - starts[:, None], ends[:, None] - 1 - token)  # (windows, n)
-        # Most passage on its poorer side: longer windows, then earlier ones, win ties, as in BERT.
-        best = np.where(poorer < 0, -1.0, poorer + 0.01 * (ends - starts)[:, None]).argmax(0)
-        for w, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        ends = np.minimum(starts + room, n)
+        spans_of = list(enumerate(zip(starts.tolist(), ends.tolist(), strict=True)))
+        most, best = np.full(n, -1.0), np.zeros(n, np.int64)
+        for w, (start, end) in spans_of:
+            # Most passage on its poorer side: longer windows, then earlier ones, win ties, as in
+            # BERT. One window at a time: all at once take the square of the passage's length.
+            token = np.arange(end - start)
+            poorer = np.minimum(token, token[::-1]) + 0.01 * (end - start)
+            better = poorer > most[start:end]
+            most[start:end][better], best[start:end][better] = poorer[better], w
+        for w, (start, end) in spans_of:
             rows.append(np.concatenate([cls, ids, sep, passage[start:end], sep]))
             found.append(Window(number, first, offsets[start:end], best[start:end] == w))
             held = len(gold) > 0 and start <= gold[0] and gold[-1] < end
