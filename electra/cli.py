@@ -560,6 +560,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             signal.signal(number, handler)
 
     react(end)  # where there is something to save, a `StopRequest` takes over
+    # It needs no network; what it imports is asked not to use any either.
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+        os.environ.setdefault(name, "1")
+    # torch unpickles what it compiled before, by default from a folder that anybody can prepare.
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/electra/compiled")
     code = run(list(sys.argv[1:] if argv is None else argv))
     react(signal.SIG_IGN)  # the outcome stands
     sys.exit(code)
