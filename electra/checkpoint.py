@@ -31,7 +31,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .errors import CorruptError, DiskFull, ElectraError, NumericError
-from .files import fsync_dir, json_bytes, json_sha256, sha256_file, storage_errors, write_atomic
+from .files import (
+    UNFIT,
+    fsync_dir,
+    json_bytes,
+    json_sha256,
+    sha256_file,
+    storage_errors,
+    write_atomic,
+)
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
@@ -143,6 +151,8 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
             path.chmod(temporary.stat().st_mode & 0o666)  # as the umask wants it
             with open(path, "rb") as written:
                 os.fsync(written.fileno())
+            # safetensors lets the owner alone read; what the umask leaves is seen at the directory.
+            path.chmod(temporary.stat().st_mode & 0o666)
             fault_point(f"after_{file}")
         write_atomic(temporary / "state.json", json_bytes({**state, "step": step}, indent=1))
         fault_point("before_manifest")
@@ -238,7 +248,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
             if name.endswith(".safetensors")
         }
         state = json.loads((path / "state.json").read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        require(isinstance(state, dict), "its state.json holds no object")
+    except (*UNFIT, SafetensorError) as error:
         raise damaged(f"{type(error).__name__}: {error}") from error
     return Checkpoint(step, tensors, state)
 

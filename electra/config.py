@@ -36,6 +36,9 @@ class _Rule:
 
 
 Count = Annotated[int, _Rule(lambda v: v >= 1, "at least 1")]
+# Far above any model, and low enough that nothing is built in vain for a hostile config.json.
+Layers = Annotated[int, _Rule(lambda v: 1 <= v <= 1000, "1 to 1000")]
+Size = Annotated[int, _Rule(lambda v: 1 <= v < 1 << 20, "1 to 1048575")]
 Whole = Annotated[int, _Rule(lambda v: v >= 0, "0 or more")]
 Seed = Annotated[int, _Rule(lambda v: 0 <= v < 2**32, "0 to 4294967295")]
 Positive = Annotated[float, _Rule(lambda v: 0 < v < math.inf, "a positive number")]
@@ -77,23 +80,23 @@ class EncoderConfig(Settings):
     """The discriminator, or the one encoder of a BERT baseline."""
 
     _group = "encoder."
-    layers: Count = 12
+    layers: Layers = 12
     """Transformer layers."""
-    hidden_size: Count = 256
+    hidden_size: Size = 256
     """Width of the hidden states."""
-    ffn_size: Count = 1024
+    ffn_size: Size = 1024
     """Width inside the feed-forward layers."""
-    attention_heads: Count = 4
+    attention_heads: Size = 4
     """Attention heads; their size is hidden_size / attention_heads."""
-    embedding_size: Count = 128
+    embedding_size: Size = 128
     """Width of the token embeddings; projected to hidden_size when the two differ."""
-    max_positions: Count = 512
+    max_positions: Size = 512
     """Learned position embeddings, the longest sequence the model can ever read."""
     dropout: Portion = 0.1
     """Dropout on embeddings and on the output of both sub-layers."""
     attention_dropout: Portion = 0.1
     """Dropout on the attention probabilities."""
-    layer_norm_eps: float = 1e-12
+    layer_norm_eps: Positive = 1e-12
     """Epsilon inside the layer normalisation."""
     init: Literal["paper", "local"] = "paper"
     """paper: truncated normal 0.02. local: also lets the first attention heads start on the
@@ -526,7 +529,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         what = f"The settings file cannot be read: {error.strerror}."
         raise ElectraError(what, where=str(path), fix="check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what, fix = f"The settings file is not valid {kind}.", "correct the line named above"
         raise ElectraError(what, where=f"{path}: {error}", fix=fix) from error
     if not isinstance(values, dict):

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from .cluster import Submit, connect
-from .errors import CorruptError, ElectraError, Stopped
-from .files import AtomicFile, exclusive, json_bytes, json_sha256, write_atomic, xxh3_file
+from .errors import ElectraError, Stopped
+from .files import AtomicFile, exclusive, json_bytes, json_sha256, reading, write_atomic, xxh3_file
 from .pieces import (
     PARTS,
     SHORT_PERCENT,
@@ -222,16 +222,12 @@ class _Journal:
         if not self.path.exists():
             self._write()
             return
-        try:
+        with reading(self.path, "delete the directory and prepare it anew"):
             stored = json.loads(self.path.read_bytes())
             self.shards = [Shard.from_dict(shard) for shard in stored["shards"]]
             _same_job(out, job, stored["job"])
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"The notes on what is complete cannot be read: {error}."
-            fix = "delete the directory and prepare it anew"
-            raise CorruptError(what, where=str(self.path), fix=fix) from error
-        for file in (file for shard in self.shards for file in shard.files):
-            check_file(out, file, verify=True)
+            for file in (file for shard in self.shards for file in shard.files):
+                check_file(out, file, verify=True)
 
     def add(self, shard: Shard) -> None:
         self.shards.append(shard)

@@ -18,13 +18,18 @@ import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import xxhash
 
 from .errors import CorruptError, DiskFull, ElectraError
 
 Bytes = bytes | bytearray | memoryview
+# What reading a file can raise that is not what its name promises.
+UNFIT = (
+    *(OSError, LookupError, TypeError, ValueError),
+    *(AttributeError, ArithmeticError, RecursionError),
+)
 
 
 class AtomicFile:
@@ -176,12 +181,25 @@ def check_place(directory: Path) -> None:
 def read_json(path: Path, *, fix: str = "restore it from a backup") -> dict[str, Any]:
     """The object in a JSON file, or an empty one if there is no such file."""
     try:
-        return json.loads(path.read_bytes())
+        values = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         what = f"The file cannot be read: {error.strerror}."
         raise ElectraError(what, where=str(path), fix="check the path") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = f"The file is not valid JSON: {error}."
+        raise CorruptError(what, where=str(path), fix=fix) from error
+    if not isinstance(values, dict):
+        raise CorruptError("The file holds no JSON object.", where=str(path), fix=fix)
+    return cast(dict[str, Any], values)
+
+
+@contextmanager
+def reading(path: Path, fix: str = "restore it from a backup") -> Generator[None]:
+    """What goes wrong in the block is the fault of this file, whoever wrote it."""
+    try:
+        yield
+    except UNFIT as error:
+        what = f"The file cannot be read as what it should be: {type(error).__name__}: {error}."
         raise CorruptError(what, where=str(path), fix=fix) from error

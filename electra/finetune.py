@@ -42,7 +42,7 @@ from .config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from .encoder import Embeddings, Encoder
 from .errors import CorruptError, ElectraError, NumericError, Stopped
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
-from .files import exclusive, json_bytes, read_json, write_atomic
+from .files import exclusive, json_bytes, read_json, reading, write_atomic
 from .heads import LinearSpanHead, SpanHead, TaskModel, build_head, initialise_head
 from .hf import LoadedEncoder, export_finetuned
 from .optim import Adam, learning_rate
@@ -580,8 +580,9 @@ class _SeedRun:
         trainer.begin(seed)
         saved = load_newest(self.here / "checkpoints", warn=log.warn)
         if saved is not None:
-            trainer.load(saved.tensors, saved.step)
-            self.spent = float(saved.state["seconds"])
+            with reading(self.here / "checkpoints" / f"step-{saved.step:08d}"):
+                trainer.load(saved.tensors, saved.step)
+                self.spent = float(saved.state["seconds"])
         self.since = self.last_save = time.perf_counter()
 
     def save_if_due(self, now: float, *, stopping: bool) -> None:
@@ -742,7 +743,8 @@ def _enter_run(
         "threads": runtime.threads,
     }
     if before:
-        changed = differences(before["settings"], record["settings"])
+        with reading(path):
+            changed = differences(before["settings"], record["settings"])
         forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
         for key in ("task", "encoder", "tokenizer", "data"):
             if before.get(key) != record[key]:

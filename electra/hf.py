@@ -41,7 +41,7 @@ from . import __version__, heads, tasks
 from .config import EncoderConfig, PretrainConfig, Sharing, from_dict, read_settings_file, to_dict
 from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead
 from .errors import CorruptError, ElectraError
-from .files import fsync_dir, json_bytes, storage_errors, write_atomic, xxh3_file
+from .files import fsync_dir, json_bytes, reading, storage_errors, write_atomic, xxh3_file
 from .objectives import (
     MaskedLM,
     Objective,
@@ -578,11 +578,13 @@ def _read_record(directory: Path) -> dict[str, Any]:
         fix = "give a run of `electra finetune`, or the folder model in it"
         raise ElectraError(what, where=str(directory), fix=fix)
     needed = {"config.json", "model.safetensors", "head.safetensors", "tokenizer.json", *files}
-    for file in (directory / Path(name).name for name in sorted(needed)):
-        if not file.is_file() or xxh3_file(file) != files.get(file.name):
-            what = "The file is not the one that was written."
-            fix = "get the directory again; without electra.json its encoder alone can be read"
-            raise CorruptError(what, where=str(file), fix=fix)
+    fix = "get the directory again; without electra.json its encoder alone can be read"
+    with reading(place, fix):
+        for name in sorted(needed):
+            file = directory / Path(name).name
+            if file.name != name or not file.is_file() or xxh3_file(file) != files.get(name):
+                what = "The file is not the one that was written."
+                raise CorruptError(what, where=str(file), fix=fix)
     return record
 
 
@@ -628,7 +630,10 @@ def _read_tensors(path: Path) -> Tensors:
     try:
         return {name: tensor.float() for name, tensor in load_file(path).items()}
     except (SafetensorError, OSError) as error:
-        fix = "get the file again; a pickle (*.bin) is never read: let transformers save it anew"
+        fix = "get the file again"
+        if pickles := sorted(p.name for p in path.parent.glob("*.bin")):
+            fix = f"{pickles[0]} is a pickle, which can run code and is never read: if you trust "
+            fix += "it, let transformers write model.safetensors: from_pretrained, save_pretrained"
         what = f"The weights cannot be read: {error}."
         raise ElectraError(what, where=str(path), fix=fix) from error
 
@@ -671,8 +676,9 @@ def _read_config(path: Path) -> tuple[EncoderConfig, int]:
     values = {"vocab_size": 30522, **read_settings_file(path)}
     vocab_size = values["vocab_size"]
     wrong = [key for key, only in _FIXED.items() if values.get(key, only) != only]
-    if not isinstance(vocab_size, int) or vocab_size < 1:
+    if not isinstance(vocab_size, int) or not 1 <= vocab_size < 1 << 31:
         wrong.append("vocab_size")
+    wrong += [key for key in ("auto_map", "trust_remote_code") if values.get(key)]  # code to run
     if wrong:
         what = (
             f"This is no ELECTRA model: {', '.join(f'{key} is {values[key]!r}' for key in wrong)}."

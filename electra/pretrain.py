@@ -32,7 +32,7 @@ from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped
 from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
-from .files import exclusive, json_bytes, read_json, write_atomic
+from .files import exclusive, json_bytes, read_json, reading, write_atomic
 from .flops import matmul_flops_per_token
 from .objectives import Batch, Losses, Objective, SpecialIds, WithGenerator, build_objective
 from .optim import Adam, learning_rate
@@ -156,8 +156,11 @@ def _train(
     if switch is not None and isinstance(objective, WithGenerator):
         objective.stage = "generator" if first_step <= switch else "discriminator"
     trainer = Trainer(objective, batches, config, runtime)
+    seconds = lap = 0.0
     if saved is not None:
-        trainer.load(saved.tensors, saved.step)
+        with reading(out / "checkpoints" / f"step-{saved.step:08d}"):
+            trainer.load(saved.tensors, saved.step)
+            seconds, lap = float(saved.state["seconds"]), float(saved.state["lap"])
     elif initial is not None:
         trainer.optimizer.load({"model": initial})
     if runtime.any(runtime.agree(float(first_step)) != float(first_step)):
@@ -166,7 +169,6 @@ def _train(
             where=str(out),
             fix="put --out on a file system that all nodes share",
         )
-    seconds = float(saved.state["seconds"]) if saved else 0.0
 
     def progress_at(step: int, clock: float) -> float:
         """Share of the run that is done, by steps or by the clock, whichever is further."""
@@ -187,6 +189,7 @@ def _train(
     owes = runtime.any(owes and len(corpus.held_out) > 0)
     if progress_at(first_step, seconds) >= 1.0 and not owes:
         return  # done before
+    unigram = unigram_entropy(counts)
     if saver is not None:
         _check_room(saver.directory, size_of(trainer.state()))
     log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet, patient=pauses)
@@ -204,7 +207,6 @@ def _train(
         log.warn(_long_warmup(config))
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
-    unigram = unigram_entropy(counts)
 
     def wait_for_room(full: DiskFull) -> None:
         """In the thread that saves: until there may be room, unless the run is to stop."""
@@ -257,7 +259,7 @@ def _train(
 
     step, progress = first_step, progress_at(first_step, seconds)
     warn_of_warmup = config.optim.warmup_percent is None
-    clock = Clock(seconds, lap_start=float(saved.state["lap"]) if saved else 0.0)
+    clock = Clock(seconds, lap_start=lap)
     try:
         if not runtime.any(stop()):
             with _memory_errors(trainer):
@@ -683,8 +685,11 @@ def _enter_run(
     """
     changed: dict[str, str] = {}
     if before:
+        with reading(out / "run.json"):
+            then = before["config"]
+            corpus_then, tokenizer_then = before["corpus_fingerprint"], before["tokenizer_hash"]
         # What a setting did before there was one for it is its default.
-        old = from_dict(PretrainConfig, before["config"], where=f"{out / 'run.json'}: config")
+        old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
         changed = differences(to_dict(old), to_dict(config))
         forbidden = [
             line
@@ -700,8 +705,8 @@ def _enter_run(
                 + (", or continue it as another experiment with --force" if could else ""),
             )
         for key, mine, theirs in (
-            ("tokenizer", corpus.tokenizer_hash, before["tokenizer_hash"]),
-            ("corpus", corpus.fingerprint, before["corpus_fingerprint"]),
+            ("tokenizer", corpus.tokenizer_hash, tokenizer_then),
+            ("corpus", corpus.fingerprint, corpus_then),
         ):
             if mine != theirs:
                 if force and key == "corpus":
@@ -767,12 +772,13 @@ def load_run(run: Path) -> LoadedRun:
             where=str(run),
             fix="give the --out directory of `electra pretrain`",
         )
-    config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
-    objective = build_objective(
-        config, record["vocab_size"], SpecialIds(**record["special_ids"]), padded=True
-    )
-    Adam(objective, config.optim).load({"model": saved.tensors["model"]})
-    return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
+    with reading(run / "run.json"):
+        config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
+        objective = build_objective(
+            config, record["vocab_size"], SpecialIds(**record["special_ids"]), padded=True
+        )
+        Adam(objective, config.optim).load({"model": saved.tensors["model"]})
+        return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:

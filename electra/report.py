@@ -14,16 +14,16 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import CorruptError, ElectraError
-from .files import storage_errors, write_atomic
+from .errors import ElectraError
+from .files import reading, storage_errors, write_atomic
 from .runlog import read_metrics
 
 _NONE = "–"
+_FIX = "restore the file from a backup, or leave this run out"
 _FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")
 _SUMMARY = ("median", "mean", "std", "best", "seeds", "failed")
 _CURVES = {  # held-out numbers of a pre-training run
@@ -64,17 +64,6 @@ def report(runs: Sequence[Path], out: Path | None = None) -> str:
     return text
 
 
-@contextmanager
-def _reading(path: Path) -> Generator[None]:
-    """What goes wrong in the block is the fault of this file."""
-    try:
-        yield
-    except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        what = f"The record of a run cannot be read: {type(error).__name__}: {error}."
-        fix = "restore the file from a backup, or leave this run out"
-        raise CorruptError(what, where=str(path), fix=fix) from error
-
-
 def _is_finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
 
@@ -87,13 +76,13 @@ def _number(value: Any) -> float | None:
 
 
 def _read_pretraining(path: Path, title: str) -> _Run:
-    with _reading(path / "metrics.jsonl"):
+    with reading(path / "metrics.jsonl", _FIX):
         metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
         steps = max((int(m["step"]) for m in metrics), default=0)
         times = [float(m["seconds"]) for m in metrics if m["kind"] == "train"]
         held = [(int(m["step"]), m) for m in metrics if m["kind"] == "eval"]
         curves = {k: [(s, m[k]) for s, m in held if _is_finite(m.get(k))] for k in _CURVES}
-    with _reading(path / "run.json"):
+    with reading(path / "run.json", _FIX):
         config = json.loads((path / "run.json").read_bytes())["config"]
         data, settings, seconds = config["data"], config["run"], max(times, default=0.0)
         tokens = steps * data["batch_size"] * data["sequence_length"]
@@ -124,7 +113,7 @@ def _read_results(path: Path, title: str, row: str | None) -> _Run:
     """The results, or as much as is known of a run that has none yet."""
     begun, file = path / "finetune.json", path / "results.json"
     is_done = file.is_file()
-    with _reading(file if is_done else begun):
+    with reading(file if is_done else begun, _FIX):
         read = json.loads((file if is_done else begun).read_bytes())
         if read["format"] != 1:
             raise ValueError(f"format {read['format']} is not 1")

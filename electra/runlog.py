@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
 from .errors import DiskFull
-from .files import storage_errors, write_atomic
+from .files import reading, storage_errors, write_atomic
 
 
 class RunLog:
@@ -137,11 +137,14 @@ def _json_number(value: Any) -> Any:
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """All complete lines of a run's metrics; a last line cut off by a crash is left out."""
     metrics: list[dict[str, Any]] = []
-    for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            metrics.append(json.loads(line))
-        except ValueError:
-            continue
+    path = directory / "metrics.jsonl"
+    with reading(path, "restore it from a backup, or delete it: the run goes on without its past"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                one = json.loads(line)
+            except ValueError:
+                continue
+            metrics.append({**one, "kind": str(one["kind"]), "step": int(one["step"])})
     return metrics
 
 

@@ -24,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CorruptError, ElectraError
-from .files import json_sha256, xxh3_file
+from .files import UNFIT, json_sha256, reading, xxh3_file
 from .pieces import PARTS, Counts, Part, token_dtype
 
 FORMAT = 1
+_FIX = "prepare the corpus again, or copy it again"
 
 
 class Corpus:
@@ -54,14 +55,15 @@ class Corpus:
             if (path / "progress.json").exists():
                 what, fix = "The corpus is not complete.", "give the same `prepare` command again"
             raise ElectraError(what, where=str(path), fix=fix) from error
-        except (KeyError, TypeError, ValueError) as error:
+        except UNFIT as error:
             what = f"The manifest cannot be trusted: {error}."
             raise _corrupt(what, path / "manifest.json") from error
-        for file in (file for shard in manifest.shards for file in shard.files):
-            check_file(path, file, verify=verify)
-        for file in manifest.tokenizer_files:
-            check_file(path / "tokenizer", file, verify=verify)
-        return cls(path, manifest)
+        with reading(path / "manifest.json", _FIX):
+            for file in (file for shard in manifest.shards for file in shard.files):
+                check_file(path, file, verify=verify)
+            for file in manifest.tokenizer_files:
+                check_file(path / "tokenizer", file, verify=verify)
+            return cls(path, manifest)
 
 
 def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
@@ -80,7 +82,7 @@ def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
 
 
 def _corrupt(what: str, where: Path) -> CorruptError:
-    return CorruptError(what, where=str(where), fix="prepare the corpus again, or copy it again")
+    return CorruptError(what, where=str(where), fix=_FIX)
 
 
 class Examples:
@@ -90,7 +92,8 @@ class Examples:
         shards = [s for s in manifest.shards if s.part == part and s.counts.examples]
         self.tokens_dtype = token_dtype(manifest.vocab_size)
         self.sequence_length: int = manifest.settings["sequence_length"]
-        self.pad_id = manifest.special_ids["pad"]
+        self.pad_id, self.vocab_size = manifest.special_ids["pad"], manifest.vocab_size
+        self._path = path
         self.short_percent: float = manifest.settings.get("short_percent", 0.0)
         tables = [_map(path / shard.examples.name, np.dtype("<u2")) for shard in shards]
         table = np.concatenate([*tables, np.empty(0, "<u2")]).reshape(-1, 2)
@@ -109,7 +112,15 @@ class Examples:
 
     def read_all(self) -> NDArray[Any]:
         """All tokens back to back, for keeping on a device; `offsets` tells the examples apart."""
-        return np.concatenate([*self._tokens, np.empty(0, self.tokens_dtype)])
+        tokens = np.concatenate([*self._tokens, np.empty(0, self.tokens_dtype)])
+        self._require_known(tokens)
+        return tokens
+
+    def _require_known(self, ids: NDArray[Any]) -> None:
+        """Checksums prove who wrote a corpus as little as they prove that its ids exist."""
+        if ids.max(initial=0) >= self.vocab_size:
+            what = f"A token has the id {ids.max():,}, the vocabulary ends at {self.vocab_size:,}."
+            raise _corrupt(what, self._path)
 
     def gather(
         self, indices: NDArray[np.integer[Any]]
@@ -128,6 +139,7 @@ class Examples:
             block = np.full(chosen.shape, self.pad_id, np.int32)
             block[chosen] = self._tokens[shard][places[chosen]]
             ids[rows] = block
+        self._require_known(ids)
         segment = (real & (column >= self.splits[indices][:, None])).astype(np.int32)
         return ids, segment, lengths
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from .errors import ElectraError
-from .files import write_atomic
+from .files import UNFIT, write_atomic
 from .text import draw, file_status, read_lines, split_suffix
 
 Kind = Literal["classification", "regression", "tagging", "qa"]
@@ -376,8 +376,8 @@ def _bad(what: str, where: object, fix: str) -> ElectraError:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    names = [str(each) for each in known]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    names = [str(each)[:99] for each in known]  # takes the square of the length
+    near = difflib.get_close_matches(name[:99], names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names[:20])}"
 
 
@@ -540,7 +540,10 @@ def _columnar(path: Path) -> _Fields:
     try:
         if path.is_dir():
             files = json.loads((path / "state.json").read_bytes())["_data_files"]
-            streams = [pa.memory_map(str(path / file["filename"])) for file in files]
+            names = [str(file["filename"]) for file in files]
+            if odd := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"state.json names {odd[0]!r:.99}, which is no plain file name")
+            streams = [pa.memory_map(str(path / name)) for name in names]
             table = pa.concat_tables(ipc.open_stream(stream).read_all() for stream in streams)
         else:
             table = parquet.ParquetFile(path).read()
@@ -556,7 +559,7 @@ def _columnar(path: Path) -> _Fields:
                     value = row[column]
                     row[column] = None if value is None or value < 0 else names[value]
                 yield f"{path}, row {number}", row
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError) as error:
+    except (pa.ArrowException, *UNFIT) as error:
         where, what = f"{path}, row {number + 1}", f"The data cannot be read: {error}."
         fix = "the file is damaged or of another format; copy or write it again"
         raise _bad(what, where, fix) from error

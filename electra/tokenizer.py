@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from .errors import ElectraError, Stopped
-from .files import json_bytes, json_sha256, write_atomic
+from .files import json_bytes, json_sha256, read_json, reading, write_atomic
 from .text import Document, TextStats, draw, expand_inputs, read_documents, split_suffix
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -43,6 +43,10 @@ class Tokenizer:
         self.pad_id, self.unk_id, self.cls_id, self.sep_id, self.mask_id = ids
         names = [token[1:-1].lower() for token in SPECIAL_TOKENS]
         self.special_names = dict(zip(names, ids, strict=True))
+        highest, count = max(backend.get_vocab().values()), backend.get_vocab_size()
+        if highest > 2 * count + 1000:  # a model would need a row for each
+            what = f"The highest id is {highest:,}, but there are only {count:,} tokens."
+            raise ElectraError(what, fix="number the tokens without large gaps")
         backend.no_truncation()
         backend.no_padding()
         if backend.post_processor is None:
@@ -417,18 +421,13 @@ def _backend_from_vocabulary(path: Path, lowercase: bool | None) -> Backend:
             fix = "write every token once, one per line; the line decides its id"
             raise ElectraError(what, where=f"{path}, line {number}", fix=fix)
         seen[token] = number
-    config: dict[str, Any] = {}
-    beside = path.with_name("tokenizer_config.json")
-    if beside.is_file():
-        try:
-            config = json.loads(_read(beside))
-        except ValueError as error:
-            fix = "repair or remove the file"
-            raise ElectraError(f"Broken JSON: {error}.", where=str(beside), fix=fix) from error
-    normalizer = normalizers.BertNormalizer(
-        lowercase=config.get("do_lower_case", True) if lowercase is None else lowercase,
-        strip_accents=config.get("strip_accents"),
-    )
+    beside, fix = path.with_name("tokenizer_config.json"), "repair or remove the file"
+    config = read_json(beside, fix=fix)
+    with reading(beside, fix):
+        normalizer = normalizers.BertNormalizer(
+            lowercase=config.get("do_lower_case", True) if lowercase is None else lowercase,
+            strip_accents=config.get("strip_accents"),
+        )
     return _bert(tokens, normalizer)
 
 
