@@ -629,7 +629,10 @@ def test_a_late_signal_loses_no_step(
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("table")
+    return write_table(tmp_path_factory.mktemp("table"))
+
+
+def write_table(directory: Path) -> Path:
     for split, part in loaded(RULE, 120, 40).splits.items():
         rows = zip(part.texts, part.labels or [""] * len(part.texts), strict=True)
         with open(directory / f"{split}.csv", "w", newline="") as file:
@@ -639,8 +642,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), tokenizer)
+
+
+def write_model(directory: Path, tokenizer: Tokenizer) -> Path:
     """A directory as transformers writes it."""
-    directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     network = transformers.ElectraModel(
         peers.electra_config(CONFIG, tokenizer.vocab_size, num_labels=2)

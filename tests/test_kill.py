@@ -34,7 +34,7 @@ FAULTS = [
 ]
 
 
-def command(corpus: Corpus, out: Path) -> list[str]:
+def command(corpus: Corpus, out: Path, steps: int = STEPS) -> list[str]:
     settings = {
         "encoder.layers": 1,
         "encoder.hidden-size": 20,
@@ -48,7 +48,7 @@ def command(corpus: Corpus, out: Path) -> list[str]:
         "optim.warmup-percent": 10,
         "data.sequence-length": 23,
         "data.batch-size": 8,
-        "run.train-steps": STEPS,
+        "run.train-steps": steps,
         "run.threads": 1,
         "run.device": "cpu",
         "run.log-every": 1,
@@ -87,8 +87,8 @@ def wait_for_lines(process: subprocess.Popen[bytes], out: Path, more: int) -> No
             process.wait(0.002)
 
 
-def outcome(out: Path) -> tuple[str, list[dict[str, Any]]]:
-    model = out / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors"
+def outcome(out: Path, steps: int = STEPS) -> tuple[str, list[dict[str, Any]]]:
+    model = out / "checkpoints" / f"step-{steps:08d}" / "model.safetensors"
     logged = [{k: v for k, v in m.items() if k not in TIMING} for m in read_metrics(out)]
     return hashlib.sha256(model.read_bytes()).hexdigest(), logged
 
