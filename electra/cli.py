@@ -6,6 +6,7 @@ shown as what, where and what to do, without a traceback (unless --debug), and s
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import os
 import signal
@@ -566,6 +567,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # torch unpickles what it compiled before, by default from a folder that anybody can prepare.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/electra/compiled")
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # A killed torchrun cannot end its processes, and they would go on and hold the directory:
+        # let the kernel ask them to stop (PR_SET_PDEATHSIG).
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     code = run(list(sys.argv[1:] if argv is None else argv))
     react(signal.SIG_IGN)  # the outcome stands
     sys.exit(code)

@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from electra.corpus import Corpus
+from electra.errors import ElectraError
+from electra.files import exclusive
 from electra.runlog import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -150,6 +152,32 @@ def test_a_request_to_stop_saves_and_the_same_command_goes_on(
     assert newest == read_metrics(out)[-1]["step"]  # not a step is lost
     assert start(corpus, out).wait(120) == 0
     assert outcome(out) == uninterrupted
+
+
+def test_a_run_saves_and_lets_go_when_its_torchrun_is_killed(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Any parent will do for that, and a small one is there sooner."""
+    out = tmp_path / "run"
+    start_and_wait = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", start_and_wait, *command(corpus, out, steps=20_000)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"},
+    )
+    wait_for_lines(parent, out, 5)
+    assert parent.poll() is None
+    parent.kill()
+    parent.wait(60)
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with exclusive(out):
+                break
+        except ElectraError:  # the run still holds its directory
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    newest = max(int(p.name[5:]) for p in (out / "checkpoints").glob("step-*"))
+    assert newest == read_metrics(out)[-1]["step"]
 
 
 # ---------------------------------------------------------------------- signals at any moment
