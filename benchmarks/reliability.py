@@ -950,7 +950,7 @@ def traces(tree: Sequence[psutil.Process]) -> tuple[set[str], set[tuple[str, int
 
 
 def is_free(directory: Path) -> bool:
-    """Whether nobody holds the directory; a dying process lets go when its last thread has ended."""
+    """Whether nobody holds it; a dying process lets go when its last thread has ended."""
     with suppress(ElectraError), exclusive(directory):
         return True
     return False
