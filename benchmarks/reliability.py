@@ -34,7 +34,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -624,7 +626,8 @@ def r6(work: Path, scale: float) -> Seen:
     found: list[dict[str, Any]] = []
     for trial in range(many(2, scale)):
         out = work / f"run-{trial}"
-        stops = sorted(random.Random(trial).sample(range(2, steps - 1), 3))
+        draw = random.Random(trial)
+        stops = [round(steps * draw.uniform(n, n + 0.9) / 4) for n in (0.1, 1, 2)]
         for world, stop_at in zip((1, 2, 1, 4), (*stops, 0), strict=True):
             arguments = (world, work, out, values, stop_at)
             mp.spawn(several, arguments, nprocs=world)  # type: ignore[attr-defined]
@@ -1213,6 +1216,8 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     path = a.out / "reliability.json"
     record: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {"entries": {}}
+    anywhere: Any = SimpleNamespace(path="CORPUS")
+    record["run"] = " ".join(["electra", *test_kill.command(anywhere, Path("RUN"), 0)[3:]])
     for name in a.only or ENTRIES:
         entry = ENTRIES[name]
         if missing := why_not(name):
@@ -1246,14 +1251,17 @@ def main() -> None:
 
 
 def environment() -> dict[str, Any]:
-    import transformers
-
+    """Versions, hardware and the code that ran."""
+    versions: dict[str, str] = {}
+    for package in ("torch", "numpy", "safetensors", "tokenizers", "transformers", "accelerate"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     return {
         "cpu": runtime.cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions,
         **runtime.source(),
     }
 
