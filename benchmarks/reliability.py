@@ -162,12 +162,11 @@ class Warm:
         return self._answer()
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         for life in psutil.Process(self._process.pid).children(recursive=True):
             with suppress(psutil.Error):
                 life.kill()
-        self._process.stdin.close()
-        self._process.wait(LIMIT)
+        with self._process:  # closes its pipes, which ends it
+            pass
 
 
 class Life:
