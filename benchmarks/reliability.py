@@ -114,7 +114,8 @@ child = 0
 for line in sys.stdin:
     order = json.loads(line)
     if order is None:  # only now does the number of the child become free for others
-        print(os.waitpid(child, 0)[1], flush=True)
+        _, status, usage = os.wait4(child, 0)
+        print(status, usage.ru_utime + usage.ru_stime, flush=True)
         continue
     child = os.fork()
     if child == 0:
@@ -151,11 +152,11 @@ class Warm:
         )
         self._answer()
 
-    def _answer(self) -> int:
+    def _answer(self) -> list[float]:
         assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
+        return [float(part) for part in self._process.stdout.readline().split()]
 
-    def ask(self, order: object) -> int:
+    def ask(self, order: object) -> list[float]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -177,7 +178,7 @@ class Life:
     ) -> None:
         self._warm, self.log, self.returncode = warm, log, None
         order = {"call": call, "arguments": arguments, "log": str(log), "environment": environment}
-        self.pid = warm.ask(order)
+        self.pid = int(warm.ask(order)[0])
         self._descriptor = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
@@ -190,7 +191,8 @@ class Life:
             if not select.select([self._descriptor], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("life", timeout)
             os.close(self._descriptor)
-            self.returncode = os.waitstatus_to_exitcode(self._warm.ask(None))
+            status, self.processor_seconds = self._warm.ask(None)
+            self.returncode = os.waitstatus_to_exitcode(int(status))
         return self.returncode
 
     def kill(self) -> None:
@@ -1032,7 +1034,7 @@ def r16(work: Path, scale: float) -> Seen:
     steps, counts = 60 * trials, Counter[str]()
     for name in ("whole", "run"):
         (work / name).mkdir()
-    seconds = list[float]()
+    clock, seconds = list[float](), list[float]()
     # Two servers: each looks after one life at a time.
     with warm("torch.utils.tensorboard") as first, warm() as second:
 
@@ -1048,16 +1050,19 @@ def r16(work: Path, scale: float) -> Seen:
             begin = time.monotonic()
             other = start(second, work / "run", "other.log")
             code = other.wait(LIMIT)
-            seconds.append(time.monotonic() - begin)
+            clock.append(time.monotonic() - begin)
+            seconds.append(other.processor_seconds)
             counts["tried"] += 1
             counts["refused"] += code == 2 and "Another process" in other.told()
         assert run.wait(LIMIT) == 0, run.told()
     same = test_kill.outcome(work / "run", steps) == test_kill.outcome(work / "whole", steps)
-    usual = statistics.median(seconds)  # a busy machine makes single ones slow
-    found = {**counts, "seconds": [round(s, 3) for s in seconds], "first unharmed": same}
-    text = f"{counts['refused']} of {counts['tried']} refused after {usual:.2f} s (median, slowest "
-    text += f"{max(seconds):.2f} s), the first run {'unharmed' if same else 'CHANGED'}"
-    return Seen(counts["refused"] == trials and usual <= 1 and same, text, found)
+    # Other work on the machine stretches the clock, not the work that there is to do.
+    found = {**counts, "processor seconds": max(seconds), "clock seconds": clock}
+    found["first unharmed"] = same
+    text = f"{counts['refused']} of {counts['tried']} refused, imports apart, after at most "
+    text += f"{max(seconds):.2f} s of work (median {statistics.median(clock):.2f} s on the clock), "
+    text += f"the first run {'unharmed' if same else 'CHANGED'}"
+    return Seen(counts["refused"] == trials and max(seconds) <= 1 and same, text, found)
 
 
 # ---------------------------------------------------------------------- R18, R24
