@@ -193,6 +193,7 @@ class PlanCommand:
             "tokens in all": f"{plan.total_tokens:,}",
             "FLOPs per token": f"{plan.flops_per_token / 1e6:,.1f} M",
             "FLOPs in all": f"{plan.total_flops:.3g}",
+            "FLOPs by the paper's rules": f"{plan.paper_flops:.3g}",
             "memory for weights and optimizer": f"{plan.state_bytes / 2**30:.2f} GiB",
             "memory per sequence": f"{plan.activation_bytes_per_sequence / 2**20:.1f} MiB",
             "memory for a whole batch": f"{_batch_memory(plan, s) / 2**30:.2f} GiB",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .config import EncoderConfig, PretrainConfig
-from .flops import matmul_flops_per_token
+from .flops import matmul_flops_per_token, paper_flops
 from .objectives import SpecialIds, objective_class
 
 
@@ -24,6 +24,8 @@ class Plan:
     flops_per_token: float
     """Matrix products only, forward and backward."""
     total_flops: float
+    paper_flops: float
+    """Of the whole run by the paper's rules, to compare with its tables."""
     state_bytes: int
     """Weights, gradients and both moments in float32, and bf16 working copies."""
     activation_bytes_per_sequence: int
@@ -46,6 +48,7 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
         total_tokens=tokens,
         flops_per_token=flops,
         total_flops=flops * tokens,
+        paper_flops=paper_flops(config, vocab_size),
         state_bytes=(kept + extra) * (4 * 4 + 2),
         activation_bytes_per_sequence=sum(_activations(config, e) for e in both) + logits,
     )
