@@ -334,6 +334,12 @@ class PretrainConfig:
                 "use run.train-steps alone",
             ),
             (
+                o.kind == "electric" and g.sharing == "all",
+                "generator.sharing",
+                "The two towers of electric read in one direction, the discriminator in both.",
+                "set generator.sharing to embeddings",
+            ),
+            (
                 g.kind != "network" and (g.frozen or g.disallow_correct or o.kind == "electric"),
                 "generator.kind",
                 "This needs a generator that is a network.",

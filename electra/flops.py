@@ -30,6 +30,19 @@ class Pass(NamedTuple):
 KINDS: dict[str, tuple[Pass, ...]] = {
     "rtd": (Pass("generator", {"vocabulary": "masked"}), Pass("encoder", {"replaced": "all"})),
     "mlm": (Pass("encoder", {"vocabulary": "masked"}),),
+    "replace_mlm": (
+        Pass("generator", {"vocabulary": "masked"}),
+        Pass("encoder", {"vocabulary": "masked"}),
+    ),
+    "all_tokens_mlm": (
+        Pass("generator", {"vocabulary": "masked"}),
+        Pass("encoder", {"vocabulary": "all", "replaced": "all"}),
+    ),
+    "electric": (  # two towers, and one head over both
+        Pass("generator", {}),
+        Pass("generator", {"both_towers": "all"}),
+        Pass("encoder", {"replaced": "all"}),
+    ),
 }
 
 
@@ -47,11 +60,12 @@ class Work(NamedTuple):
 def matmul_flops_per_token(config: PretrainConfig, vocab_size: int) -> float:
     """Forward and backward matrix products per token of a full sequence: the yardstick of MFU.
 
-    Products that a kernel does twice, such as the attention scores that fused attention computes
-    again in its backward pass, are counted once.
+    Products that are done twice, such as the attention scores that fused attention computes again
+    in its backward pass or logits that are not kept, are counted once. Of two stages it is the
+    mean.
     """
     share = config.masked_slots / config.data.sequence_length
-    return 3 * _forward(config, vocab_size, share).products
+    return _step(config, vocab_size, share, backward=2).products
 
 
 def paper_flops(
@@ -78,22 +92,35 @@ def paper_flops(
     The totals agree with the paper's tables to the digits printed there, with one exception:
     ELECTRA-Small is 1.29e18 here and in the script, 1.4e18 in the paper.
     """
-    forward = _forward(config, vocab_size, output_fraction)
-    per_token = forward.products + forward.other + dense_lookup * forward.words
+    step = _step(config, vocab_size, output_fraction, backward=1)
+    per_token = step.products + step.other + dense_lookup * step.words
     steps = config.run.train_steps if steps is None else steps
-    return 2 * per_token * config.tokens_per_step * steps
+    return per_token * config.tokens_per_step * steps
 
 
-def _forward(config: PretrainConfig, vocab_size: int, masked_share: float) -> Work:
-    """All passes of one step, forward, per token of a full sequence."""
-    work = Work()
+def _step(config: PretrainConfig, vocab_size: int, masked_share: float, *, backward: int) -> Work:
+    """All passes of one step, per token of a full sequence; backward costs so many forwards."""
+    step = Work()
     for network, heads in KINDS[config.objective.kind]:
         c = config.encoder if network == "encoder" else config.generator_encoder
-        work = _add(work, _encoder(c, config.data.sequence_length, vocab_size))
+        work = _encoder(c, config.data.sequence_length, vocab_size)
         costs = _heads(c, config.objective.disc_head, vocab_size)
         for head, positions in heads.items():
             work = _add(work, costs[head], masked_share if positions == "masked" else 1)
-    return work
+        forward, trained = _runs(config, network)
+        step = _add(step, work, forward + backward * trained)
+    return step
+
+
+def _runs(config: PretrainConfig, network: str) -> tuple[float, float]:
+    """In which share of the steps a network runs, and in which it learns."""
+    if config.objective.algorithm == "two_stage":
+        return (1, 0.5) if network == "generator" else (0.5, 0.5)
+    if network == "generator":
+        if config.generator.kind != "network":
+            return 0, 0
+        return 1, float(not config.generator.frozen)
+    return 1, 1
 
 
 def _add(a: Work, b: Work, times: float = 1) -> Work:
@@ -127,11 +154,14 @@ def _heads(c: EncoderConfig, disc_head: str, vocab_size: int) -> dict[str, Work]
     """Every head on an encoder `c`, per position it is applied to.
 
     vocabulary: dense layer to embedding size, the output table, softmax, one-hot product with the
-    target. replaced: one logit, after a dense layer or straight from the hidden state.
+    target. replaced: one logit, after a dense layer or straight from the hidden state. both_towers:
+    vocabulary over two hidden states.
     """
     E, D, V = c.embedding_size, c.hidden_size, vocab_size
     dense = Work(2 * D * D, D * (ADD + GELU)) if disc_head == "dense" else Work()
+    after = E * (ADD + GELU + LAYER_NORM) + V * (SOFTMAX + 2)
     return {
-        "vocabulary": Work(2 * E * (D + V), E * (ADD + GELU + LAYER_NORM) + V * (SOFTMAX + 2)),
+        "vocabulary": Work(2 * E * (D + V), after),
+        "both_towers": Work(2 * E * (2 * D + V), after),
         "replaced": _add(dense, Work(2 * D)),
     }

@@ -511,8 +511,7 @@ class Electric(ReplacedTokenDetection):
     def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
         energy = super().detect(k, batch, rng, training=training)  # (B, T)
         p = self.config.objective.mask_percent / 100
-        with torch.no_grad():
-            log_q = self.log_q(k, k.x_corrupt[:, :, None]).squeeze(-1)
+        log_q = self.log_q(k, k.x_corrupt[:, :, None]).squeeze(-1).detach()
         return energy + log_q + math.log(p / (1 - p))
 
     def generator_loss(
