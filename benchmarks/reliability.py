@@ -830,7 +830,7 @@ def r14(work: Path, scale: float) -> Seen:
     text_ += f"hashes {'equal' if same else 'DIFFERENT'} after the same command"
     found = {**counts, "slowest notice in seconds": max(seconds), "equal": same, "left over": left}
     found["shards kept, of"] = [shards_before, shards(out)]
-    clear = counts["clear message"] == kills and max(seconds) <= 10
+    clear = counts["clear message"] == counts["exit 75"] == kills and max(seconds) <= 10
     return Seen(clear and same and not left, text_, found)
 
 
@@ -1165,7 +1165,7 @@ ENTRIES = {
     ),
     "R14": Entry(
         "a worker of prepare is killed",
-        "20 kills: noticed within 10 s, clear exit, then the same hashes",
+        "20 kills: noticed within 10 s, exit 75, then the same hashes",
         r14,
     ),
     "R15": Entry(

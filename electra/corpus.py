@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from .cluster import Submit, connect
-from .errors import ElectraError, Stopped
+from .errors import ElectraError, LostWorker, Stopped
 from .files import AtomicFile, exclusive, json_bytes, json_sha256, reading, write_atomic, xxh3_file
 from .pieces import (
     PARTS,
@@ -305,8 +305,10 @@ def _processes(make: partial[PieceBuilder], workers: int) -> Generator[tuple[Sub
         yield (lambda piece: pool.submit(_build_in_worker, piece).result), workers
     except BrokenProcessPool as error:
         what = "A worker process ended by itself, most likely for want of memory."
-        fix = "use fewer workers; a script that calls this needs `if __name__ == '__main__':`"
-        raise ElectraError(what, where="workers", fix=fix) from error
+        fix = (
+            "give the same command again: full shards are kept; with fewer workers if that repeats"
+        )
+        raise LostWorker(what, where="workers", fix=fix) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

@@ -11,7 +11,7 @@ EXIT_BUG = 1  # also: another process of the run was lost
 EXIT_USER = 2  # wrong input, wrong setting, missing file
 EXIT_CORRUPT = 3  # a corpus or checkpoint does not match its checksums
 EXIT_NUMERIC = 4  # the run stopped itself: not-a-number, again and again
-EXIT_STOPPED = 75  # stopped on request with everything saved: the same command continues
+EXIT_STOPPED = 75  # stopped, with everything saved: the same command continues
 
 
 class ElectraError(Exception):
@@ -40,6 +40,12 @@ class LostProcess(ElectraError):
     """Another process of the run failed or does not answer."""
 
     exit_code = EXIT_BUG
+
+
+class LostWorker(ElectraError):
+    """A worker process died; what was complete is kept, and the same command goes on."""
+
+    exit_code = EXIT_STOPPED
 
 
 class CorruptError(ElectraError):
