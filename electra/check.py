@@ -20,7 +20,7 @@ from typing import Any, Literal
 import xxhash
 
 from .corpus import Corpus
-from .errors import ElectraError
+from .errors import EXIT_OK, EXIT_USER, ElectraError
 from .text import Document, TextStats, expand_inputs, read_documents
 
 Level = Literal["ok", "warning", "error"]
@@ -92,6 +92,7 @@ class Report:
 
     findings: tuple[Finding, ...]
     facts: dict[str, Any]
+    exit_code: int = EXIT_OK
 
 
 def check_text(inputs: Sequence[str | Path], column: str = "text") -> Report:
@@ -123,8 +124,8 @@ def check_text(inputs: Sequence[str | Path], column: str = "text") -> Report:
         if len(of_level) > MAX_NAMED:
             findings.append(Finding(level, f"{len(of_level) - MAX_NAMED:,} more of this kind."))
     if not total["documents"]:
-        fix = "give files that hold text"
-        findings.append(Finding("error", "No text was found at all.", fix=fix))
+        fix, where = "give files that hold text", ", ".join(map(str, inputs))
+        findings.append(Finding("error", "No text was found at all.", where, fix))
     tokens = total["bytes"] / BYTES_PER_TOKEN
     facts: dict[str, Any] = {
         **vars(TextStats(**total)),
@@ -146,7 +147,7 @@ def check_corpus(path: Path) -> Report:
     try:
         corpus = Corpus.open(path)
     except ElectraError as error:
-        return Report((_finding("error", error),), {})
+        return Report((_finding("error", error),), {}, error.exit_code)
     manifest = corpus.manifest
     train, held_out = manifest.counts("train"), manifest.counts("held-out")
     tokens = max(train.tokens, 1)
@@ -262,4 +263,5 @@ def _report(findings: list[Finding], facts: dict[str, Any], tokens: float) -> Re
         what = f"{tokens:,.0f} tokens are little: `small` would go over them {epochs:,.0f} times."
         findings.append(Finding("warning", what, fix="add text, or train fewer steps"))
     findings.sort(key=lambda finding: finding.level != "error")
-    return Report(tuple(findings) or (Finding("ok", "Nothing is wrong with the data."),), facts)
+    found = tuple(findings) or (Finding("ok", "Nothing is wrong with the data."),)
+    return Report(found, facts, EXIT_USER if found[0].level == "error" else EXIT_OK)

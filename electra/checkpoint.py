@@ -197,20 +197,22 @@ def load_newest(
     (`set_aside` false). If there were checkpoints and none is good, that is an error: training
     must not silently start again from nothing.
     """
+    damaged = set(directory.glob("damaged-step-*"))
     for path in _steps(directory):
         try:
             return read_checkpoint(path)
         except CorruptError as error:
-            outcome = "an older one is taken"
+            outcome, aside = "an older one is looked for", path
             if set_aside:
                 aside, number = path.with_name(f"damaged-{path.name}"), 2
                 while aside.exists():
                     aside, number = path.with_name(f"damaged-{path.name}-{number}"), number + 1
                 os.replace(path, aside)
                 outcome = f"kept as {aside.name}"
+            damaged.add(aside)
             warn(f"checkpoint {path.name} is damaged ({error.what}): {outcome}")
-    if damaged := sorted(path.name for path in directory.glob("damaged-step-*")):
-        where = f"{directory}: {', '.join(damaged)}"
+    if damaged:
+        where = f"{directory}: {', '.join(sorted(path.name for path in damaged))}"
         fix = "restore one from a backup, or start a new run in another directory"
         raise CorruptError("No checkpoint is intact.", where=where, fix=fix)
     return None
@@ -249,8 +251,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
         }
         state = json.loads((path / "state.json").read_bytes())
         require(isinstance(state, dict), "its state.json holds no object")
-    except (*UNFIT, SafetensorError) as error:
+    except UNFIT as error:
         raise damaged(f"{type(error).__name__}: {error}") from error
+    except SafetensorError as error:
+        raise damaged(f"the tensors cannot be read: {error}") from error
     return Checkpoint(step, tensors, state)
 
 

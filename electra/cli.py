@@ -11,6 +11,7 @@ import difflib
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ import tyro
 
 from . import __version__
 from .config import FinetuneConfig, PretrainConfig, from_dict, read_settings_file, to_dict
-from .errors import EXIT_OK, EXIT_STOPPED, EXIT_USER, ElectraError, Stopped
+from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
@@ -142,7 +143,7 @@ class CheckCommand:
             for label, text in (("where", finding.where), ("to do", finding.fix)):
                 if text:
                     print(f"        {label}: {text}")
-        return EXIT_USER if any(f.level == "error" for f in report.findings) else EXIT_OK
+        return report.exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,7 +441,7 @@ class PredictCommand:
     """Where the answers go, as .jsonl, .csv or .tsv; default: the screen."""
 
     def run(self) -> None:
-        from .files import write_atomic
+        from .files import storage_errors, write_atomic
         from .glue import format_rows, predict_rows
 
         rows = predict_rows(self.model, self.input)
@@ -448,7 +449,8 @@ class PredictCommand:
         if self.out is None:
             print(data.decode(), end="")
         else:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
+            with storage_errors(self.out):
+                self.out.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.out, data)
             print(f"{len(rows):,} answers in {self.out}")
 
@@ -593,7 +595,7 @@ def run(argv: list[str]) -> int:
         return command.run() or EXIT_OK
     except ElectraError as error:
         if debug:
-            raise
+            traceback.print_exc()
         print(f"electra: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # whoever reads the output has seen enough
@@ -615,6 +617,10 @@ def _check_out(command: Command) -> None:
 
 def _parse(argv: list[str]) -> Command:
     name, args = argv[0], argv[1:]
+    for arg in argv:
+        if arg != arg.encode(errors="ignore").decode():  # what the system could not decode
+            fix = "write it in UTF-8; rename a file whose name is not"
+            raise ElectraError("An argument is not valid UTF-8.", where=ascii(arg), fix=fix)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
         raise ElectraError(
@@ -671,7 +677,6 @@ def _prepare(inputs: Sequence[str], tokenizer: Any, out: Path, **settings: Any) 
     from rich.console import Console
 
     from .corpus import prepare
-    from .runtime import StopRequest
 
     console = Console(file=sys.stderr, highlight=False)
     with StopRequest() as stop, console.status("reading …") as status:

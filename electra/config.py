@@ -520,7 +520,7 @@ def _typed(value: Any, hint: Any, where: str) -> Any:
     choices = [choice for option in options for choice in typing.get_args(option) or (option,)]
     if type(value) in choices or value in choices:  # a bool is no int here
         return value
-    if type(value) is int and float in choices:
+    if type(value) is int and float in choices and abs(value) < 2**1023:
         return float(value)
     wanted = " or ".join(c.__name__ if isinstance(c, type) else repr(c) for c in choices)
     wanted = wanted.replace("NoneType", "None")

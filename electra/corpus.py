@@ -224,6 +224,8 @@ class _Journal:
             return
         with reading(self.path, "delete the directory and prepare it anew"):
             stored = json.loads(self.path.read_bytes())
+            if stored.pop("checksum") != json_sha256(stored):
+                raise ValueError("their checksum is wrong")
             self.shards = [Shard.from_dict(shard) for shard in stored["shards"]]
             _same_job(out, job, stored["job"])
             for file in (file for shard in self.shards for file in shard.files):
@@ -235,7 +237,8 @@ class _Journal:
 
     def _write(self) -> None:
         content = {"job": self.job, "shards": [asdict(shard) for shard in self.shards]}
-        write_atomic(self.path, json_bytes(content, indent=1))
+        signed = {**content, "checksum": json_sha256(content)}
+        write_atomic(self.path, json_bytes(signed, indent=1))
 
 
 class _PartWriter:

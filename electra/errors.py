@@ -1,10 +1,16 @@
 """Errors a person can act on: what happened, where, and what to do.
 
 Every command ends with one of the exit codes below. An `ElectraError` is printed as three short
-lines without a traceback; anything else is a bug and keeps its traceback.
+lines without a traceback; anything else is a bug and keeps its traceback. Being asked to stop is no
+error, but ends a command in the same way.
 """
 
 from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any
 
 EXIT_OK = 0
 EXIT_BUG = 1  # also: another process of the run was lost
@@ -64,3 +70,31 @@ class Stopped(Exception):
     """Raised once all is saved after SIGTERM, SIGINT or SIGUSR1."""
 
     exit_code = EXIT_STOPPED
+
+
+class StopRequest:
+    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in self.SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.requested:
+            os._exit(128 + number)
+        self.requested = True

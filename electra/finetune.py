@@ -40,7 +40,7 @@ from . import runtime as runtimes
 from .checkpoint import Saver, load_newest
 from .config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from .encoder import Embeddings, Encoder
-from .errors import CorruptError, ElectraError, NumericError, Stopped
+from .errors import CorruptError, ElectraError, NumericError, Stopped, StopRequest
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
 from .files import exclusive, json_bytes, read_json, reading, write_atomic
 from .heads import LinearSpanHead, SpanHead, TaskModel, build_head, initialise_head
@@ -49,7 +49,7 @@ from .optim import Adam, learning_rate
 from .pretrain import differences
 from .randomness import SeededDropout
 from .runlog import RunLog, read_metrics
-from .runtime import Runtime, StopRequest
+from .runtime import Runtime
 from .tasks import Examples, Loaded, Task
 from .tokenizer import Tokenizer
 

@@ -554,7 +554,7 @@ def load_finetuned(path: Path) -> FineTuned:
             head = heads.build_head(task.kind, c, outputs, form, **record["head"])
             model = heads.TaskModel(Encoder(c, Embeddings(c, encoder.vocab_size)), head)
         model.load_state_dict(tensors, assign=True)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         what = f"The record does not fit the model: {type(error).__name__}: {error}."
         fix = "get the directory again, or fine-tune again"
         raise CorruptError(what, where=place, fix=fix) from error
@@ -644,6 +644,14 @@ def _read_network(directory: Path, *, with_heads: bool) -> Network:
     given = _read_tensors(directory / "model.safetensors")
     kind: Kind = "generator" if _part(given, "generator_") else "discriminator"
     table = given.pop(_TABLE, None)
+    largest = max((size for tensor in given.values() for size in tensor.shape), default=0)
+    sizes = {"num_hidden_layers": config.layers, "vocab_size": vocab_size}
+    sizes |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items() if "size" in ours}
+    for name, size in sizes.items():  # before anything of that size is built
+        if size > max(len(given), largest):
+            what = f"{name} is {size}, and no tensor is that large."
+            fix = "get config.json and model.safetensors again, from one and the same model"
+            raise ElectraError(what, where=str(directory / "config.json"), fix=fix)
     # What our writer makes of an empty network is what has to be there.
     empty = _empty(kind, config, vocab_size, "dense").state_dict()
     if not with_heads:
@@ -676,7 +684,7 @@ def _read_config(path: Path) -> tuple[EncoderConfig, int]:
     values = {"vocab_size": 30522, **read_settings_file(path)}
     vocab_size = values["vocab_size"]
     wrong = [key for key, only in _FIXED.items() if values.get(key, only) != only]
-    if not isinstance(vocab_size, int) or not 1 <= vocab_size < 1 << 31:
+    if type(vocab_size) is not int or not 1 <= vocab_size < 1 << 31:
         wrong.append("vocab_size")
     wrong += [key for key in ("auto_map", "trust_remote_code") if values.get(key)]  # code to run
     if wrong:

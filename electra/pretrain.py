@@ -30,15 +30,16 @@ from .batches import Batches, Block
 from .checkpoint import Saver, load_newest, size_of
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
-from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped
+from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped, StopRequest
 from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
 from .files import exclusive, json_bytes, read_json, reading, write_atomic
 from .flops import matmul_flops_per_token
 from .objectives import Batch, Losses, Objective, SpecialIds, WithGenerator, build_objective
 from .optim import Adam, learning_rate
+from .plan import count_parameters
 from .randomness import StepRng
 from .runlog import RunLog, draw_curves, read_metrics
-from .runtime import Runtime, StopRequest
+from .runtime import Runtime
 
 # What may differ when a run is continued; anything else would make it another experiment.
 _MAY_CHANGE = (
@@ -774,10 +775,15 @@ def load_run(run: Path) -> LoadedRun:
         )
     with reading(run / "run.json"):
         config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
-        objective = build_objective(
-            config, record["vocab_size"], SpecialIds(**record["special_ids"]), padded=True
-        )
-        Adam(objective, config.optim).load({"model": saved.tensors["model"]})
+        weights, vocab_size = saved.tensors["model"], record["vocab_size"]
+        # Before memory is taken: a damaged number would ask for any amount of it.
+        found = sum(t.numel() for t in weights.values())
+        wanted = sum(count_parameters(config, vocab_size))
+        if found != wanted:
+            raise ValueError(f"its settings give {wanted} weights, the checkpoint has {found}")
+        special = SpecialIds(**record["special_ids"])
+        objective = build_objective(config, vocab_size, special, padded=True)
+        Adam(objective, config.optim).load({"model": weights})
         return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
 
 

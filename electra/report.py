@@ -85,7 +85,7 @@ def _read_pretraining(path: Path, title: str) -> _Run:
     with reading(path / "run.json", _FIX):
         config = json.loads((path / "run.json").read_bytes())["config"]
         data, settings, seconds = config["data"], config["run"], max(times, default=0.0)
-        tokens = steps * data["batch_size"] * data["sequence_length"]
+        tokens = steps * int(data["batch_size"]) * int(data["sequence_length"])
         budget = 60 * settings["minutes"] if settings["minutes"] else math.inf
         # The clock may end a run between two lines of its log, so 98 % of it count as all.
         share = max(steps / settings["train_steps"], min(1.0, seconds / budget / 0.98))

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import os
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -288,31 +286,3 @@ def cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-class StopRequest:
-    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for number in self.SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def __call__(self) -> bool:
-        return self.requested
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        if self.requested:
-            os._exit(128 + number)
-        self.requested = True

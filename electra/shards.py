@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import CorruptError, ElectraError
-from .files import UNFIT, json_sha256, reading, xxh3_file
+from .files import json_bytes, json_sha256, reading, xxh3_file
 from .pieces import PARTS, Counts, Part, token_dtype
 
 FORMAT = 1
@@ -49,16 +49,14 @@ class Corpus:
         """Checks names and sizes of all files and, with `verify`, every byte of them."""
         path = Path(path)
         try:
-            manifest = Manifest.from_dict(json.loads((path / "manifest.json").read_bytes()))
+            stored = (path / "manifest.json").read_bytes()
         except OSError as error:
             what, fix = "There is no corpus here.", "check the path"
             if (path / "progress.json").exists():
                 what, fix = "The corpus is not complete.", "give the same `prepare` command again"
             raise ElectraError(what, where=str(path), fix=fix) from error
-        except UNFIT as error:
-            what = f"The manifest cannot be trusted: {error}."
-            raise _corrupt(what, path / "manifest.json") from error
         with reading(path / "manifest.json", _FIX):
+            manifest = Manifest.from_dict(json.loads(stored))
             for file in (file for shard in manifest.shards for file in shard.files):
                 check_file(path, file, verify=verify)
             for file in manifest.tokenizer_files:
@@ -156,6 +154,10 @@ class FileSum:
     size: int
     xxh3: str
 
+    def __post_init__(self) -> None:
+        if [type(value) for value in (self.name, self.size, self.xxh3)] != [str, int, str]:
+            raise TypeError(f"{self} is no entry of a file")
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -176,6 +178,10 @@ class Shard:
         """Raises KeyError, TypeError or ValueError if this is no shard."""
         if stored["part"] not in PARTS:
             raise ValueError(f"unknown part {stored['part']}")
+        if not all(
+            type(n) is int and n >= 0 for n in (stored["pieces"], *stored["counts"].values())
+        ):
+            raise ValueError("its counts are no whole numbers")
         counts, tokens = Counts(**stored["counts"]), FileSum(**stored["tokens"])
         examples = FileSum(**stored["examples"])
         return cls(stored["part"], stored["pieces"], counts, tokens, examples)
@@ -215,9 +221,12 @@ class Manifest:
         """A few lines for people: what went in, what came out, what was lost."""
         text, train, held_out = self.text, self.counts("train"), self.counts("held-out")
         lost = (train.thrown_away + held_out.thrown_away) / (train.tokens + held_out.tokens)
+        plain = ("files", "bytes", "documents", "lines", "characters")
+        odd = [f"{n:,} {k.replace('_', ' ')}" for k, n in text.items() if n and k not in plain]
         return (
             f"read      {text['files']:,} files, {text['documents']:,} documents, "
             f"{text['lines']:,} lines, {text['bytes'] / 1e6:,.1f} MB\n"
+            f"noticed   {', '.join(odd) or 'nothing odd'}\n"
             f"train     {train.examples:,} examples, {train.tokens:,} tokens, "
             f"{self.padding_share('train'):.1%} padding\n"
             f"held out  {held_out.examples:,} examples, {held_out.tokens:,} tokens\n"
@@ -234,12 +243,18 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, stored: dict[str, Any]) -> Manifest:
-        """Raises KeyError, TypeError or ValueError if this is not exactly what was written."""
+        """Raises one of several errors if this is not exactly what was written."""
         if stored["format"] != FORMAT:
             raise ValueError(f"its format is {stored['format']}, and {FORMAT} is known here")
-        if stored["checksum"] != json_sha256({k: stored[k] for k in stored.keys() - {"checksum"}}):
-            raise ValueError("its checksum is wrong")
         values = {field.name: stored[field.name] for field in fields(cls)}
         values["tokenizer_files"] = tuple(FileSum(**file) for file in stored["tokenizer_files"])
         values["shards"] = tuple(map(Shard.from_dict, stored["shards"]))
-        return cls(**values)
+        manifest = cls(**values)
+        if json_bytes(manifest.to_dict()) != json_bytes(stored):
+            raise ValueError("its checksum is wrong")
+        ids = manifest.special_ids.values()
+        if not all(type(i) is int and 0 <= i < manifest.vocab_size for i in ids):
+            raise ValueError(f"its special ids are {manifest.special_ids}")
+        if not 5 <= manifest.settings["sequence_length"] < 1 << 16:
+            raise ValueError(f"its sequence_length is {manifest.settings['sequence_length']}")
+        return manifest

@@ -543,8 +543,9 @@ def _columnar(path: Path) -> _Fields:
             names = [str(file["filename"]) for file in files]
             if odd := [name for name in names if Path(name).name != name]:
                 raise ValueError(f"state.json names {odd[0]!r:.99}, which is no plain file name")
-            streams = [pa.memory_map(str(path / name)) for name in names]
+            streams = [(path / name).read_bytes() for name in names]
             table = pa.concat_tables(ipc.open_stream(stream).read_all() for stream in streams)
+            table.validate(full=True)  # a damaged one would be read outside of its bytes
         else:
             table = parquet.ParquetFile(path).read()
         info = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {})

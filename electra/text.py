@@ -24,6 +24,7 @@ seen and repaired. Nothing is dropped or guessed silently; every outcome is one 
 | column missing, null or not a string         | error with file and line or row, and the columns |
 | JSON row over 64 MiB of characters           | error with file and line                         |
 | missing path, FIFO, socket, device           | error with the path                              |
+| name of a file that is not UTF-8             | error with the path                              |
 | directory without text, loop of links        | error with the path                              |
 | file that changes while it is read           | error with the path                              |
 """
@@ -179,11 +180,24 @@ def _files_of(path: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[P
         fix = "remove the link, or name the files themselves"
         raise _error("A symbolic link leads back to a directory above it.", path, fix)
     else:
-        for name in sorted(os.listdir(path)):
+        for name in _names_in(path):
             suffix, child = split_suffix(Path(name))[0], path / name
             is_known = suffix != "" and suffix in _FORMATS
             if not name.startswith(".") and (is_known or os.path.isdir(child)):
                 yield from _files_of(child, (*above, here))
+
+
+def _names_in(directory: Path) -> list[str]:
+    try:
+        names = sorted(os.listdir(directory))
+    except OSError as error:
+        what = f"The directory cannot be read: {error.strerror}."
+        raise _error(what, directory, "check who may read it") from error
+    for name in names:
+        if name != name.encode(errors="ignore").decode():
+            what, fix = "The name of a file is not valid UTF-8.", "rename the file"
+            raise _error(what, ascii(str(directory / name)), fix)
+    return names
 
 
 def file_status(path: Path) -> os.stat_result:

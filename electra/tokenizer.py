@@ -27,6 +27,7 @@ from .files import json_bytes, json_sha256, read_json, reading, write_atomic
 from .text import Document, TextStats, draw, expand_inputs, read_documents, split_suffix
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_CASING = ("do_lower_case", "strip_accents")  # of tokenizer_config.json
 _MAX_WORD = 100  # characters; a longer word is [UNK], as in BERT
 _MAX_CHUNKS = 1 << 22  # distinct ones that are counted at once when a vocabulary is trained
 
@@ -91,7 +92,11 @@ class Tokenizer:
     def from_json(cls, text: str) -> Tokenizer:
         try:
             backend = Backend.from_str(text)
-        except Exception as error:  # the library raises bare Exception
+            for pair in (None, "[MASK]"):  # some faults only show in use
+                backend.encode("a É \U0010ffff", pair)
+        except BaseException as error:  # the library raises bare Exception, or panics
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             what = f"This is not a tokenizer of the tokenizers library: {error}."
             raise ElectraError(what, fix="write tokenizer.json again") from error
         return cls(backend)
@@ -422,12 +427,15 @@ def _backend_from_vocabulary(path: Path, lowercase: bool | None) -> Backend:
             raise ElectraError(what, where=f"{path}, line {number}", fix=fix)
         seen[token] = number
     beside, fix = path.with_name("tokenizer_config.json"), "repair or remove the file"
-    config = read_json(beside, fix=fix)
+    read = read_json(beside, fix=fix)
+    config = {key: read[key] for key in _CASING if read.get(key) is not None}
     with reading(beside, fix):
-        normalizer = normalizers.BertNormalizer(
-            lowercase=config.get("do_lower_case", True) if lowercase is None else lowercase,
-            strip_accents=config.get("strip_accents"),
-        )
+        if not all(isinstance(value, bool) for value in config.values()):
+            raise ValueError(f"{config} are not true or false")
+    normalizer = normalizers.BertNormalizer(
+        lowercase=config.get("do_lower_case", True) if lowercase is None else lowercase,
+        strip_accents=config.get("strip_accents"),
+    )
     return _bert(tokens, normalizer)
 
 
@@ -435,5 +443,6 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"Cannot read the tokenizer: {error}."
-        raise ElectraError(what, where=str(path), fix="check the file") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        what, fix = f"Cannot read the tokenizer: {why}.", "check the path and the file"
+        raise ElectraError(what, where=str(path), fix=fix) from error

@@ -207,9 +207,9 @@ def test_every_mistake_of_a_user_is_explained(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_debug_shows_where_an_error_comes_from() -> None:
-    with pytest.raises(Exception, match="no recipe"):
-        cli.run(["plan", "smal", "--debug"])
+def test_debug_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert electra("plan", "smal", "--debug") == 2
+    assert "Traceback" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- settings
