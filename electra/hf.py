@@ -644,14 +644,6 @@ def _read_network(directory: Path, *, with_heads: bool) -> Network:
     given = _read_tensors(directory / "model.safetensors")
     kind: Kind = "generator" if _part(given, "generator_") else "discriminator"
     table = given.pop(_TABLE, None)
-    largest = max((size for tensor in given.values() for size in tensor.shape), default=0)
-    sizes = {"num_hidden_layers": config.layers, "vocab_size": vocab_size}
-    sizes |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items() if "size" in ours}
-    for name, size in sizes.items():  # before anything of that size is built
-        if size > max(len(given), largest):
-            what = f"{name} is {size}, and no tensor is that large."
-            fix = "get config.json and model.safetensors again, from one and the same model"
-            raise ElectraError(what, where=str(directory / "config.json"), fix=fix)
     # What our writer makes of an empty network is what has to be there.
     empty = _empty(kind, config, vocab_size, "dense").state_dict()
     if not with_heads:
