@@ -674,9 +674,9 @@ def test_fifty_broken_losses_and_gradients_never_reach_the_weights(
     bad = dict(zip(sorted(draw.sample(range(steps), 50)), itertools.cycle(ways), strict=False))
     grad, step = torch.autograd.grad, loop.Trainer.step
 
-    def broken_grad(total: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    def broken_grad(total: Tensor, parameters: list[Tensor], **options: Any) -> list[Tensor]:
         way, value = bad.get(now[0], ("", 0.0))
-        grads = list(grad(total * value if way == "loss" else total, parameters))
+        grads = list(grad(total * value if way == "loss" else total, parameters, **options))
         if way == "gradient":
             one = draw.randrange(len(grads))
             grads[one] = grads[one].clone()
