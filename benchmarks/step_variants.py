@@ -1,0 +1,225 @@
+"""Where the time of a training step goes, and what compiler settings make of it.
+
+    python benchmarks/step_variants.py --corpus CORPUS --out OUT --variants plain gemm pointwise
+
+Every variant is a process of its own: they compile side by side, and take turns on the device by a
+lock when they measure. A variant is settings of the run (dotted, as on the command line) and of
+torch's inductor; the table at the end has tokens per second and the seconds until the first step,
+and for `--profile` the kernels of `plain` by kind.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from electra import runtime as runtimes
+from electra.batches import Batches
+from electra.config import PretrainConfig, from_dict, to_dict
+from electra.corpus import Corpus
+from electra.flops import matmul_flops_per_token
+from electra.objectives import SpecialIds, build_objective
+from electra.pretrain import Trainer
+from electra.recipes import recipe
+
+GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "gemm": {"inductor": GEMM},
+    "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
+    "combo": {"inductor": {"combo_kernels": True}},
+    "all": {"inductor": {**GEMM, "max_autotune_pointwise": True, "combo_kernels": True}},
+    "generator 6 x 128": {"settings": {"generator.width": 0.5, "generator.depth": 0.5}},
+    "flash": {"attention": {"backend": "FLASH_ATTENTION"}},
+    "cudnn": {"attention": {"backend": "CUDNN_ATTENTION"}},
+    "efficient": {"attention": {"backend": "EFFICIENT_ATTENTION"}},
+}
+# The first that fits a kernel's name.
+KINDS = {
+    "attention": r"attention|flash|fmha|sdpa|cudnn.*(fprop|bprop|sdpa)",
+    "matrix product": r"gemm|nvjet|cutlass|cublas|xmma|addmm|_mm|splitK",
+    "optimizer": r"adam|multi_tensor|foreach",
+    "layer norm": r"layer_norm|native_layer",
+    "gelu": r"gelu|erf",
+    "softmax, sampling": r"softmax|exp|cumsum|argmax|amax",
+    "embedding": r"embedding|index|scatter|gather",
+    "other": r"",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    corpus: Path
+    """A prepared corpus; one with short rows is timed with its attention mask."""
+    out: Path
+    """Folder for step_variants.json."""
+    recipe: str = "small"
+    batch: int = 256
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    rounds: int = 3
+    seconds: float = 3.0
+    profile: bool = False
+    """Also list the kernels of a step of `plain`."""
+    child: str | None = None
+    """Used by the program itself."""
+
+
+def main() -> None:
+    a = tyro.cli(Arguments)
+    a.out.mkdir(parents=True, exist_ok=True)
+    if a.child:
+        (a.out / f"{a.child}.json").write_text(json.dumps(measure(a, a.child), indent=1))
+        return
+    command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    logs = {name: open(a.out / f"{name}.log", "w") for name in a.variants}  # noqa: SIM115
+    children = {
+        name: subprocess.Popen([*command, name], stdout=log, stderr=subprocess.STDOUT)
+        for name, log in logs.items()
+    }
+    rows: list[dict[str, Any]] = []
+    for name, child in children.items():
+        if child.wait() == 0:
+            rows.append(json.loads((a.out / f"{name}.json").read_bytes()))
+        else:
+            last = (a.out / f"{name}.log").read_text().strip().splitlines()[-1:]
+            rows.append({"variant": name, "failed": last})
+    (a.out / "step_variants.json").write_text(json.dumps(rows, indent=1))
+    print(f"{'variant':20} {'batch':>6} {'tokens/s':>12} {'MFU':>6} {'ready after':>12}")
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['variant']:20} failed: {row['failed']}")
+            continue
+        best = sorted(row["tokens_per_second"])[len(row["tokens_per_second"]) // 2]
+        print(
+            f"{row['variant']:20} {row['batch']:>6} {best:12,.0f} {best * row['share']:6.1%}"
+            f" {row['ready_seconds']:10.0f} s"
+        )
+    for row in rows:
+        for kind, (milliseconds, count) in row.get("kinds", {}).items():
+            print(f"  {kind:20} {milliseconds:8.3f} ms in {count:5.0f} kernels")
+        for name, milliseconds in row.get("kernels", []):
+            print(f"    {milliseconds:8.3f} ms  {name[:110]}")
+
+
+def measure(a: Arguments, name: str) -> dict[str, Any]:
+    """Build the step of a variant and time it alone on the device."""
+    variant = VARIANTS[name]
+    import torch._inductor.config as inductor
+
+    for key, value in variant.get("inductor", {}).items():
+        setattr(inductor, key, value)
+    corpus = Corpus.open(a.corpus)
+    config = changed(
+        recipe(a.recipe),
+        {
+            "encoder.dropout": 0.0,
+            "encoder.attention_dropout": 0.0,
+            "data.batch_size": a.batch,
+            **variant.get("settings", {}),
+        },
+    )
+    runtime = runtimes.start(config.run)
+    backend = variant.get("attention", {}).get("backend")
+    if backend:
+        for other in ("flash", "mem_efficient", "math", "cudnn"):
+            short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
+            on = short.get(other, "MATH") in backend
+            getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
+    begin = time.perf_counter()
+    batches = Batches(corpus.train, config, runtime)
+    special = SpecialIds(**corpus.special_ids)
+    objective = build_objective(config, corpus.vocab_size, special, padded=batches.padded)
+    trainer = Trainer(objective.to(runtime.device), batches, config, runtime)
+    trainer.record()
+    done = 0
+
+    def steps(count: int) -> None:
+        nonlocal done
+        for _ in range(count):
+            if trainer.needs_block:
+                trainer.load_block(done, [1e-4] * trainer.block_steps)
+            trainer.step()
+            done += 1
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    steps(1)
+    row: dict[str, Any] = {
+        "variant": name,
+        "batch": a.batch,
+        "padded": batches.padded,
+        "ready_seconds": time.perf_counter() - begin,
+        "config": to_dict(config),
+        "environment": runtime.describe(),
+    }
+    with alone(a.out):
+        peak = runtimes.matmul_rate(runtime.device, runtime.dtype)
+        row["share"] = matmul_flops_per_token(config, corpus.vocab_size) / peak
+        rates: list[float] = []
+        for _ in range(a.rounds):
+            steps(3)
+            start, before = time.perf_counter(), done
+            while time.perf_counter() - start < a.seconds:
+                steps(10)
+            seconds = time.perf_counter() - start
+            rates.append((done - before) * config.tokens_per_step / seconds)
+        row["tokens_per_second"] = rates
+        if a.profile and name == "plain":
+            row |= kernels(lambda: steps(10), 10)
+    return row
+
+
+def kernels(work: Any, steps: int) -> dict[str, Any]:
+    """Milliseconds of a step by kind of kernel, and the 25 kernels that take most."""
+    with torch.profiler.profile() as profile:
+        work()
+    time_of, count_of = Counter[str](), Counter[str]()
+    for event in profile.events() or []:
+        on_gpu = event.device_type == torch.autograd.DeviceType.CUDA
+        if on_gpu or not torch.cuda.is_available():
+            time_of[event.name] += (
+                event.device_time if on_gpu else event.self_cpu_time_total
+            ) / 1e3
+            count_of[event.name] += 1
+    kinds: dict[str, list[float]] = {kind: [0.0, 0.0] for kind in KINDS}
+    for name, milliseconds in time_of.items():
+        kind = next(k for k, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+        kinds[kind][0] += milliseconds / steps
+        kinds[kind][1] += count_of[name] / steps
+    top = [(name, milliseconds / steps) for name, milliseconds in time_of.most_common(25)]
+    return {"kinds": kinds, "kernels": top}
+
+
+def changed(config: PretrainConfig, settings: dict[str, Any]) -> PretrainConfig:
+    values = to_dict(config)
+    for name, value in settings.items():
+        group, field = name.split(".")
+        values[group][field] = value
+    return from_dict(PretrainConfig, values, where="variant")
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """One variant at a time on the device."""
+    with open(out / "device.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    main()
