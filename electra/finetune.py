@@ -46,8 +46,8 @@ from .files import exclusive, json_bytes, read_json, reading, write_atomic
 from .heads import LinearSpanHead, SpanHead, TaskModel, build_head, initialise_head
 from .hf import LoadedEncoder, export_finetuned
 from .optim import Adam, learning_rate
-from .pretrain import differences
 from .randomness import SeededDropout
+from .rundir import differences
 from .runlog import RunLog, read_metrics
 from .runtime import Runtime
 from .tasks import Examples, Loaded, Task

@@ -284,7 +284,7 @@ def networks_of(objective: Objective) -> tuple[Network, ...]:
 
 def export_run(run: Path, out: Path) -> ExportReport:
     """Export the newest checkpoint of a run directory."""
-    from .pretrain import load_run  # imports the whole of training, which no reader here needs
+    from .rundir import load_run  # imports the whole of training, which no reader here needs
 
     loaded = load_run(run)
     return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, step=loaded.step)
@@ -593,7 +593,7 @@ def _load(path: Path, *, with_heads: bool) -> Pretrained:
     directories = [place for place in places if (place / "config.json").is_file()]
     tokenizer: Tokenizer | None = None
     if (path / "run.json").is_file():
-        from .pretrain import load_run  # as in export_run
+        from .rundir import load_run  # as in export_run
 
         run = load_run(path)
         networks, tokenizer = networks_of(run.objective), Tokenizer.load(run.tokenizer_dir)

@@ -1,9 +1,5 @@
 """Pre-training: build the networks, run the loop, leave a directory that continues and exports.
 
-    RUN/config.json      every setting          RUN/metrics.jsonl   what happened, step by step
-    RUN/run.json         corpus, machine        RUN/checkpoints/    see checkpoint.py
-    RUN/tokenizer/       as the corpus had it   RUN/curves.png      a look at metrics.jsonl
-
 The loop stands in `_train` and the optimizer step in `Trainer.train_step`; both are meant to be
 read. A checkpoint holds weights, moments and the step: order, masks, samples and dropout follow
 from the step, so continuing is exact.
@@ -13,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -24,59 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import __version__
 from . import runtime as runtimes
 from .batches import Batches, Block
 from .checkpoint import Saver, load_newest, size_of
-from .config import PretrainConfig, from_dict, to_dict
+from .config import PretrainConfig
 from .corpus import Corpus
 from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped, StopRequest
 from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
-from .files import exclusive, json_bytes, read_json, reading, write_atomic
+from .files import exclusive, read_json, reading
 from .flops import matmul_flops_per_token
 from .objectives import Batch, Losses, Objective, SpecialIds, WithGenerator, build_objective
 from .optim import Adam, learning_rate
-from .plan import count_parameters
 from .randomness import StepRng
-from .runlog import RunLog, draw_curves, read_metrics
+from .rundir import check_fits, check_room, enter_run, was_evaluated
+from .runlog import RunLog, draw_curves
 from .runtime import Runtime
 
-# What may differ when a run is continued; anything else would make it another experiment.
-_MAY_CHANGE = (
-    "optim.learning_rate",
-    "run.train_steps",
-    "run.minutes",
-    "run.device",
-    "run.precision",
-    "run.compile",
-    "run.cuda_graph",
-    "run.deterministic",
-    "run.threads",
-    "run.log_every",
-    "run.eval_every",
-    "run.eval_batches",
-    "run.save_every",
-    "run.keep_checkpoints",
-    "run.max_bad_steps",
-    "run.on_disk_full",
-    "run.timeout_seconds",
-    "data.micro_batch",
-    "data.on_device",
-)
-# What cannot differ even by force: the saved tensors would not fit, or mean something else.
-_SHAPES = (
-    "encoder.layers",
-    "encoder.hidden_size",
-    "encoder.ffn_size",
-    "encoder.attention_heads",
-    "encoder.embedding_size",
-    "encoder.max_positions",
-    "generator.width",
-    "generator.depth",
-    "generator.sharing",
-    "objective.kind",
-    "objective.disc_head",
-)
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 
 
@@ -111,7 +69,7 @@ def pretrain(
         try:
             changed: list[str] = []
             if runtime.is_main:
-                changed = _enter_run(config, corpus, out, runtime, before, initial_from, force)
+                changed = enter_run(config, corpus, out, runtime, before, initial_from, force)
             runtime.agree(0.0)  # the others wait until the directory is there
             _train(config, corpus, out, runtime, stop, initial, changed, quiet)
         except (LostProcess, Stopped):
@@ -186,13 +144,13 @@ def _train(
 
     # A stop can come between a step and its evaluation, which is then made up for.
     is_due = first_step % run.eval_every == 0 or progress_at(first_step, seconds) >= 1.0
-    owes = runtime.is_main and is_due and first_step > 0 and not _was_evaluated(out, first_step)
+    owes = runtime.is_main and is_due and first_step > 0 and not was_evaluated(out, first_step)
     owes = runtime.any(owes and len(corpus.held_out) > 0)
     if progress_at(first_step, seconds) >= 1.0 and not owes:
         return  # done before
     unigram = unigram_entropy(counts)
     if saver is not None:
-        _check_room(saver.directory, size_of(trainer.state()))
+        check_room(saver.directory, size_of(trainer.state()))
     log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet, patient=pauses)
     for text in early_warnings:
         log.warn(text)
@@ -524,25 +482,6 @@ def _memory_errors(trainer: Trainer) -> Generator[None]:
         raise ElectraError(what, where="data.micro_batch", fix=fix) from error
 
 
-def _check_room(directory: Path, size: int) -> None:
-    """Refuse a disk on which the next checkpoint will not fit beside the one before."""
-    free = shutil.disk_usage(directory).free
-    if free < 2 * size:
-        raise DiskFull(
-            f"There is no room for two checkpoints: {free:,} bytes are free, {2 * size:,} are "
-            "needed.",
-            where=str(directory),
-            fix="make room, or choose another --out",
-        )
-
-
-def _was_evaluated(out: Path, step: int) -> bool:
-    try:
-        return any(m["kind"] == "eval" and m["step"] == step for m in read_metrics(out))
-    except FileNotFoundError:
-        return False
-
-
 def _long_warmup(config: PretrainConfig) -> str:
     return (
         f"the warm-up of {config.optim.warmup_steps:,} steps is longer than this run: the learning "
@@ -648,155 +587,6 @@ class Clock:
         rate = amount / max(1e-9, now - self.lap_start)
         self.lap_start = now
         return now, rate
-
-
-# ---------------------------------------------------------------------- the run directory
-
-
-def check_fits(config: PretrainConfig, corpus: Corpus) -> None:
-    """The corpus has the settings' sequence length and at least one example."""
-    if corpus.sequence_length != config.data.sequence_length:
-        raise ElectraError(
-            f"The corpus holds sequences of {corpus.sequence_length} tokens, the settings ask for "
-            f"{config.data.sequence_length}.",
-            where="data.sequence_length",
-            fix=f"prepare the corpus with --length {config.data.sequence_length}, or train with "
-            f"--data.sequence-length {corpus.sequence_length}",
-        )
-    if len(corpus.train) == 0:
-        raise ElectraError(
-            "The corpus holds no training example.",
-            where=str(corpus.path),
-            fix="prepare it from more text",
-        )
-
-
-def _enter_run(
-    config: PretrainConfig,
-    corpus: Corpus,
-    out: Path,
-    runtime: Runtime,
-    before: dict[str, Any],
-    initial_from: str | None,
-    force: bool,
-) -> list[str]:
-    """Create the run directory, or make sure that an existing one is the same experiment.
-
-    Returns what has changed, in words.
-    """
-    changed: dict[str, str] = {}
-    if before:
-        with reading(out / "run.json"):
-            then = before["config"]
-            corpus_then, tokenizer_then = before["corpus_fingerprint"], before["tokenizer_hash"]
-        # What a setting did before there was one for it is its default.
-        old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
-        changed = differences(to_dict(old), to_dict(config))
-        forbidden = [
-            line
-            for key, line in changed.items()
-            if (key in _SHAPES if force else key not in _MAY_CHANGE)
-        ]
-        if forbidden:
-            could = all(key not in _SHAPES for key in changed)
-            raise ElectraError(
-                "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
-                where=str(out),
-                fix="give the settings the run began with, or choose another --out"
-                + (", or continue it as another experiment with --force" if could else ""),
-            )
-        for key, mine, theirs in (
-            ("tokenizer", corpus.tokenizer_hash, tokenizer_then),
-            ("corpus", corpus.fingerprint, corpus_then),
-        ):
-            if mine != theirs:
-                if force and key == "corpus":
-                    changed[key] = f"corpus: {theirs[:12]}… → {mine[:12]}…"
-                    continue
-                raise ElectraError(
-                    f"This run was started with another {key}: {theirs[:12]}…, now {mine[:12]}….",
-                    where=str(out),
-                    fix=f"give the {key} the run began with, or choose another --out",
-                )
-    elif (out / "checkpoints").exists():
-        raise ElectraError(
-            "This directory has checkpoints but no run.json.",
-            where=str(out),
-            fix="restore run.json, or choose another --out",
-        )
-    if not (out / "tokenizer").exists():
-        copy = out / ".tokenizer.tmp"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(corpus.tokenizer_dir, copy)
-        os.replace(copy, out / "tokenizer")
-    write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
-    history = list(before.get("history", []))
-    if changed:
-        newest = max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
-        history.append({"step": newest, "changed": list(changed.values()), "force": force})
-    record = {
-        "format": 1,
-        "version": __version__,
-        "config": to_dict(config),
-        "corpus_fingerprint": corpus.fingerprint,
-        "tokenizer_hash": corpus.tokenizer_hash,
-        "vocab_size": corpus.vocab_size,
-        "special_ids": corpus.special_ids,
-        "train_examples": len(corpus.train),
-        "environment": runtime.describe(),
-        "threads": runtime.threads,
-        "init": before.get("init") if before else initial_from,
-        "history": history,
-    }
-    write_atomic(out / "run.json", json_bytes(record, indent=1))
-    return list(changed.values())
-
-
-@dataclass(frozen=True)
-class LoadedRun:
-    """The newest state of a run, for export and continued use."""
-
-    config: PretrainConfig
-    objective: Objective
-    step: int
-    tokenizer_dir: Path
-    tokenizer_hash: str
-
-
-def load_run(run: Path) -> LoadedRun:
-    """The networks of a run directory at its newest intact checkpoint, float32 on the CPU."""
-    record = read_json(run / "run.json")
-    saved = load_newest(run / "checkpoints", set_aside=False) if record else None
-    if not record or saved is None:
-        raise ElectraError(
-            "This is not a run with a checkpoint.",
-            where=str(run),
-            fix="give the --out directory of `electra pretrain`",
-        )
-    with reading(run / "run.json"):
-        config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
-        weights, vocab_size = saved.tensors["model"], record["vocab_size"]
-        # Before memory is taken: a damaged number would ask for any amount of it.
-        found = sum(t.numel() for t in weights.values())
-        wanted = sum(count_parameters(config, vocab_size))
-        if found != wanted:
-            raise ValueError(f"its settings give {wanted} weights, the checkpoint has {found}")
-        special = SpecialIds(**record["special_ids"])
-        objective = build_objective(config, vocab_size, special, padded=True)
-        Adam(objective, config.optim).load({"model": weights})
-        return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
-
-
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted setting -> 'setting: old → new', for all that differ."""
-    changed: dict[str, str] = {}
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed |= differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            changed[f"{prefix}{key}"] = f"{prefix}{key}: {a} → {b}"
-    return changed
 
 
 def _duration(seconds: float) -> str:

@@ -17,7 +17,7 @@ from electra import __version__, cli
 from electra import pretrain as loop
 from electra.corpus import Corpus
 from electra.hf import load_pretrained
-from electra.pretrain import load_run
+from electra.rundir import load_run
 from electra.runlog import read_metrics
 
 ROOT = Path(__file__).parents[1]

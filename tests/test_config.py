@@ -23,8 +23,8 @@ from electra.config import (
     to_dict,
 )
 from electra.errors import ElectraError
-from electra.pretrain import differences
 from electra.recipes import RECIPES, recipe
+from electra.rundir import differences
 
 # Paper, appendix A, table 6.
 PAPER = {

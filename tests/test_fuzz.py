@@ -41,9 +41,9 @@ from electra.corpus import Corpus, prepare
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.files import json_sha256, read_json, sha256_file
 from electra.plan import make_plan
-from electra.pretrain import load_run
 from electra.recipes import recipe
 from electra.report import report
+from electra.rundir import load_run
 from electra.squad import Question
 from electra.tasks import GLUE, Task
 from electra.text import TextStats, expand_inputs, read_documents

@@ -203,7 +203,7 @@ def at(module, name, number, times):
     setattr(module, name, signalled)
 
 PLACES = {
-    "run directory": (pretrain, "_enter_run"),
+    "run directory": (pretrain, "enter_run"),
     "evaluation": (pretrain, "evaluate"),
     "first step": (pretrain.Trainer, "train_step"),
     "save": (checkpoint, "save_file"),

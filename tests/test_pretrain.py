@@ -42,8 +42,9 @@ from electra.objectives import (
     SpecialIds,
     build_objective,
 )
-from electra.pretrain import load_run, pretrain
+from electra.pretrain import pretrain
 from electra.randomness import StepRng
+from electra.rundir import load_run
 from electra.runlog import read_metrics
 from electra.runtime import Runtime
 from electra.tokenizer import Tokenizer, train_tokenizer

@@ -29,7 +29,8 @@ from electra.checkpoint import Saver, load_newest, size_of
 from electra.config import PretrainConfig, from_dict
 from electra.corpus import Corpus
 from electra.errors import DiskFull, ElectraError, Stopped
-from electra.pretrain import load_run, pretrain
+from electra.pretrain import pretrain
+from electra.rundir import load_run
 from electra.runlog import RunLog, read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -1,0 +1,233 @@
+"""The directory of a pre-training run: entered, continued, and read again.
+
+    RUN/config.json      every setting          RUN/metrics.jsonl   what happened, step by step
+    RUN/run.json         corpus, machine        RUN/checkpoints/    see checkpoint.py
+    RUN/tokenizer/       as the corpus had it   RUN/curves.png      a look at metrics.jsonl
+
+A directory is continued only as the same experiment: settings are compared one by one, corpus and
+tokenizer by their hashes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+from .checkpoint import load_newest
+from .config import PretrainConfig, from_dict, to_dict
+from .corpus import Corpus
+from .errors import DiskFull, ElectraError
+from .files import json_bytes, read_json, reading, write_atomic
+from .objectives import Objective, SpecialIds, build_objective
+from .optim import Adam
+from .plan import count_parameters
+from .runlog import read_metrics
+from .runtime import Runtime
+
+# What may differ when a run is continued; anything else would make it another experiment.
+_MAY_CHANGE = (
+    "optim.learning_rate",
+    "run.train_steps",
+    "run.minutes",
+    "run.device",
+    "run.precision",
+    "run.compile",
+    "run.cuda_graph",
+    "run.deterministic",
+    "run.threads",
+    "run.log_every",
+    "run.eval_every",
+    "run.eval_batches",
+    "run.save_every",
+    "run.keep_checkpoints",
+    "run.max_bad_steps",
+    "run.on_disk_full",
+    "run.timeout_seconds",
+    "data.micro_batch",
+    "data.on_device",
+)
+# What cannot differ even by force: the saved tensors would not fit, or mean something else.
+_SHAPES = (
+    "encoder.layers",
+    "encoder.hidden_size",
+    "encoder.ffn_size",
+    "encoder.attention_heads",
+    "encoder.embedding_size",
+    "encoder.max_positions",
+    "generator.width",
+    "generator.depth",
+    "generator.kind",
+    "generator.sharing",
+    "objective.kind",
+    "objective.algorithm",
+    "objective.disc_head",
+)
+
+
+def check_fits(config: PretrainConfig, corpus: Corpus) -> None:
+    """The corpus has the settings' sequence length and at least one example."""
+    if corpus.sequence_length != config.data.sequence_length:
+        raise ElectraError(
+            f"The corpus holds sequences of {corpus.sequence_length} tokens, the settings ask for "
+            f"{config.data.sequence_length}.",
+            where="data.sequence_length",
+            fix=f"prepare the corpus with --length {config.data.sequence_length}, or train with "
+            f"--data.sequence-length {corpus.sequence_length}",
+        )
+    if len(corpus.train) == 0:
+        raise ElectraError(
+            "The corpus holds no training example.",
+            where=str(corpus.path),
+            fix="prepare it from more text",
+        )
+
+
+def enter_run(
+    config: PretrainConfig,
+    corpus: Corpus,
+    out: Path,
+    runtime: Runtime,
+    before: dict[str, Any],
+    initial_from: str | None,
+    force: bool,
+) -> list[str]:
+    """Create the run directory, or make sure that an existing one is the same experiment.
+
+    Returns what has changed, in words.
+    """
+    changed: dict[str, str] = {}
+    if before:
+        with reading(out / "run.json"):
+            then = before["config"]
+            corpus_then, tokenizer_then = before["corpus_fingerprint"], before["tokenizer_hash"]
+        # What a setting did before there was one for it is its default.
+        old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
+        changed = differences(to_dict(old), to_dict(config))
+        forbidden = [
+            line
+            for key, line in changed.items()
+            if (key in _SHAPES if force else key not in _MAY_CHANGE)
+        ]
+        if forbidden:
+            could = all(key not in _SHAPES for key in changed)
+            raise ElectraError(
+                "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
+                where=str(out),
+                fix="give the settings the run began with, or choose another --out"
+                + (", or continue it as another experiment with --force" if could else ""),
+            )
+        for key, mine, theirs in (
+            ("tokenizer", corpus.tokenizer_hash, tokenizer_then),
+            ("corpus", corpus.fingerprint, corpus_then),
+        ):
+            if mine != theirs:
+                if force and key == "corpus":
+                    changed[key] = f"corpus: {theirs[:12]}… → {mine[:12]}…"
+                    continue
+                raise ElectraError(
+                    f"This run was started with another {key}: {theirs[:12]}…, now {mine[:12]}….",
+                    where=str(out),
+                    fix=f"give the {key} the run began with, or choose another --out",
+                )
+    elif (out / "checkpoints").exists():
+        raise ElectraError(
+            "This directory has checkpoints but no run.json.",
+            where=str(out),
+            fix="restore run.json, or choose another --out",
+        )
+    if not (out / "tokenizer").exists():
+        copy = out / ".tokenizer.tmp"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(corpus.tokenizer_dir, copy)
+        os.replace(copy, out / "tokenizer")
+    write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
+    history = list(before.get("history", []))
+    if changed:
+        newest = max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
+        history.append({"step": newest, "changed": list(changed.values()), "force": force})
+    record = {
+        "format": 1,
+        "version": __version__,
+        "config": to_dict(config),
+        "corpus_fingerprint": corpus.fingerprint,
+        "tokenizer_hash": corpus.tokenizer_hash,
+        "vocab_size": corpus.vocab_size,
+        "special_ids": corpus.special_ids,
+        "train_examples": len(corpus.train),
+        "environment": runtime.describe(),
+        "threads": runtime.threads,
+        "init": before.get("init") if before else initial_from,
+        "history": history,
+    }
+    write_atomic(out / "run.json", json_bytes(record, indent=1))
+    return list(changed.values())
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """The newest state of a run, for export and continued use."""
+
+    config: PretrainConfig
+    objective: Objective
+    step: int
+    tokenizer_dir: Path
+    tokenizer_hash: str
+
+
+def load_run(run: Path) -> LoadedRun:
+    """The networks of a run directory at its newest intact checkpoint, float32 on the CPU."""
+    record = read_json(run / "run.json")
+    saved = load_newest(run / "checkpoints", set_aside=False) if record else None
+    if not record or saved is None:
+        raise ElectraError(
+            "This is not a run with a checkpoint.",
+            where=str(run),
+            fix="give the --out directory of `electra pretrain`",
+        )
+    with reading(run / "run.json"):
+        config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
+        weights, vocab_size = saved.tensors["model"], record["vocab_size"]
+        # Before memory is taken: a damaged number would ask for any amount of it.
+        found = sum(t.numel() for t in weights.values())
+        wanted = sum(count_parameters(config, vocab_size))
+        if found != wanted:
+            raise ValueError(f"its settings give {wanted} weights, the checkpoint has {found}")
+        special = SpecialIds(**record["special_ids"])
+        objective = build_objective(config, vocab_size, special, padded=True)
+        Adam(objective, config.optim).load({"model": weights})
+        return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted setting -> 'setting: old → new', for all that differ."""
+    changed: dict[str, str] = {}
+    for key in sorted(old.keys() | new.keys()):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            changed |= differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            changed[f"{prefix}{key}"] = f"{prefix}{key}: {a} → {b}"
+    return changed
+
+
+def check_room(directory: Path, size: int) -> None:
+    """Refuse a disk on which the next checkpoint will not fit beside the one before."""
+    free = shutil.disk_usage(directory).free
+    if free < 2 * size:
+        raise DiskFull(
+            f"There is no room for two checkpoints: {free:,} bytes are free, {2 * size:,} are "
+            "needed.",
+            where=str(directory),
+            fix="make room, or choose another --out",
+        )
+
+
+def was_evaluated(out: Path, step: int) -> bool:
+    try:
+        return any(m["kind"] == "eval" and m["step"] == step for m in read_metrics(out))
+    except FileNotFoundError:
+        return False
