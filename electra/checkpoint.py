@@ -75,21 +75,21 @@ class Saver:
             shutil.rmtree(left_over)
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Take a copy of everything now and write it in the background.
+        """Take a copy of everything now, on its device, and write it in the background.
 
-        Waits for the save before it. A state with a non-finite number is refused.
+        Waits for the save before it. A state with a non-finite number is refused there.
         """
         self.wait()
-        copies: Tensors = {
-            file: {name: t.detach().to("cpu", copy=True) for name, t in group.items()}
-            for file, group in tensors.items()
-        }
-        for name, tensor in (item for group in copies.values() for item in group.items()):
-            if not torch.isfinite(tensor).all():
-                what = f"{name} is not finite, so nothing was saved."
-                fix = "continue from the checkpoint before with a lower learning rate"
-                raise NumericError(what, where=f"{self.directory}, step {step}", fix=fix)
-        self._thread = threading.Thread(target=self._write, args=(step, copies, state))
+        given = [t.detach() for group in tensors.values() for t in group.values()]
+        taken = [torch.empty_like(t) for t in given]
+        torch._foreach_copy_(taken, given)  # pyright: ignore[reportPrivateImportUsage]
+        ready = None
+        if any(t.is_cuda for t in taken):  # nobody waits here: the copy is made when its turn comes
+            ready = torch.cuda.Event()
+            ready.record()
+        copies = iter(taken)
+        named = {file: {n: next(copies) for n in group} for file, group in tensors.items()}
+        self._thread = threading.Thread(target=self._write, args=(step, named, ready, state))
         self._thread.start()
 
     @property
@@ -106,8 +106,19 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, tensors: Tensors, ready: torch.cuda.Event | None, state: dict[str, Any]
+    ) -> None:
         try:
+            if ready is not None:
+                with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
+                    ready.synchronize()
+                    tensors = {f: {n: t.cpu() for n, t in g.items()} for f, g in tensors.items()}
+            for name, tensor in (item for group in tensors.values() for item in group.items()):
+                if not torch.isfinite(tensor).all():
+                    what = f"{name} is not finite, so nothing was saved."
+                    fix = "continue from the checkpoint before with a lower learning rate"
+                    raise NumericError(what, where=f"{self.directory}, step {step}", fix=fix)
             while True:
                 try:
                     write_checkpoint(self.directory, step, tensors, state)

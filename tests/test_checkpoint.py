@@ -272,9 +272,9 @@ def test_a_state_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     for file, name in (("model", "dense.bias"), ("optimizer", "m.word.weight")):
         broken = tensors(8)
         broken[file][name].view(-1)[3] = float("nan")
+        saver.save(8, broken, {"seconds": 8 / 3})
         with pytest.raises(NumericError, match=re.escape(name)):
-            saver.save(8, broken, {"seconds": 8 / 3})
-    saver.wait()
+            saver.wait()
     assert_is(load_newest(tmp_path), 4)
 
 
