@@ -1,0 +1,200 @@
+"""What a run survives on a GPU, and what that costs.
+
+    python benchmarks/reliability_gpu.py --corpus CORPUS --out OUT
+
+| entry         | figure                                                                          |
+|---------------|---------------------------------------------------------------------------------|
+| deterministic | 5 kills -9: weights and logged losses bit-equal to a run without; price in speed |
+| default       | two runs, and one killed, end within the spread of two runs                      |
+| memory        | a batch that does not fit is answered with a micro-batch that keeps it           |
+| price         | saves cost at most 2 % of the time, and each holds up training less than a step  |
+
+Runs are `electra pretrain` in processes of their own. The record is reliability_gpu.json. Without
+a GPU the same entries run on the processor, `memory` excepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from electra import runtime as runtimes
+from electra.config import RunConfig
+from electra.runlog import read_metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    corpus: Path
+    out: Path
+    recipe: str = "small"
+    steps: int = 1000
+    """Of each run."""
+    batch: int = 128
+    kills: int = 5
+    only: tuple[str, ...] = ("deterministic", "default", "memory", "price")
+
+
+def main() -> None:
+    a = tyro.cli(Arguments)
+    a.out.mkdir(parents=True, exist_ok=True)
+    entries = {
+        "deterministic": deterministic,
+        "default": default,
+        "memory": memory,
+        "price": price,
+    }
+    record: dict[str, Any] = {"environment": runtimes.start(RunConfig()).describe()}
+    for name in a.only:
+        begin = time.perf_counter()
+        record[name] = entries[name](a)
+        record[name]["seconds"] = time.perf_counter() - begin
+        (a.out / "reliability_gpu.json").write_text(json.dumps(record, indent=1))
+        print(name, json.dumps(record[name]), flush=True)
+
+
+def command(a: Arguments, run: str, *more: str) -> list[str]:
+    settings = ["--run.train-steps", a.steps, "--run.log-every", 50, "--run.eval-every", a.steps]
+    settings += ["--run.save-every", a.steps // 10, "--data.batch-size", a.batch]
+    settings += ["--encoder.init", "local", "--optim.warmup-percent", 10, *more]
+    settings += ["--encoder.dropout", 0, "--encoder.attention-dropout", 0]
+    program = [sys.executable, "-m", "electra", "pretrain", a.recipe]
+    return [*program, "--corpus", str(a.corpus), "--out", str(a.out / run), *map(str, settings)]
+
+
+def finish(a: Arguments, run: str, *more: str) -> None:
+    with open(a.out / f"{run}.log", "a") as log:
+        subprocess.run(command(a, run, *more), check=True, stdout=log, stderr=log)
+
+
+def killed(a: Arguments, run: str, *more: str) -> int:
+    """The same run, killed at random moments of its training; how often that was."""
+    draw, kills = random.Random(0), 0
+    with open(a.out / f"{run}.log", "a") as log:
+        while kills < a.kills:
+            before = steps_done(a.out / run)
+            child = subprocess.Popen(command(a, run, *more), stdout=log, stderr=log)
+            # Once it trains again, and then some: between two lines, or inside a save.
+            goal = before + draw.randint(1, max(1, a.steps // (a.kills + 1) - 1))
+            while child.poll() is None and steps_done(a.out / run) < goal:
+                time.sleep(0.005)
+            if child.poll() is not None:  # it got to its end first
+                break
+            time.sleep(draw.uniform(0, 0.3))
+            child.kill()
+            child.wait()
+            kills += 1
+    finish(a, run, *more)
+    return kills
+
+
+def steps_done(run: Path) -> int:
+    lines = read_metrics(run) if (run / "metrics.jsonl").exists() else []
+    return max((line["step"] for line in lines if line["kind"] == "train"), default=0)
+
+
+def outcome(a: Arguments, run: str) -> tuple[str, list[float]]:
+    """SHA-256 of the last weights, and every logged loss."""
+    newest = max((a.out / run / "checkpoints").glob("step-*"))
+    weights = hashlib.sha256((newest / "model.safetensors").read_bytes()).hexdigest()
+    lines = read_metrics(a.out / run)
+    return weights, [line["loss"] for line in lines if line["kind"] == "train"]
+
+
+def speed(a: Arguments, run: str) -> float:
+    """Tokens per second between lines, the median."""
+    lines = read_metrics(a.out / run)
+    return statistics.median(x["tokens_per_second"] for x in lines if x["kind"] == "train")
+
+
+def deterministic(a: Arguments) -> dict[str, Any]:
+    finish(a, "det-whole", "--run.deterministic")
+    finish(a, "default-1")
+    kills = killed(a, "det-killed", "--run.deterministic")
+    whole, again = outcome(a, "det-whole"), outcome(a, "det-killed")
+    slow, fast = speed(a, "det-whole"), speed(a, "default-1")
+    return {
+        "kills": kills,
+        "weights_equal": whole[0] == again[0],
+        "losses_equal": sum(x == y for x, y in zip(whole[1], again[1], strict=True)),
+        "losses": len(whole[1]),
+        "tokens_per_second": slow,
+        "tokens_per_second_default": fast,
+        "price": 1 - slow / fast,
+    }
+
+
+def default(a: Arguments) -> dict[str, Any]:
+    for run in ("default-1", "default-2"):
+        finish(a, run)
+    kills = killed(a, "default-killed")
+    one, two, other = (outcome(a, f"default-{r}")[1][-1] for r in ("1", "2", "killed"))
+    return {"kills": kills, "final_losses": [one, two], "final_loss_killed": other}
+
+
+def memory(a: Arguments) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"skipped": "no GPU"}
+    batch = 1 << 17
+    argv = command(a, "too-large", "--data.batch-size", str(batch), "--run.compile", "no")
+    done = subprocess.run(argv, capture_output=True, text=True)
+    found = re.search(r"--data\.micro-batch (\d+)", done.stderr)
+    return {
+        "batch": batch,
+        "exit": done.returncode,
+        "traceback": "Traceback" in done.stderr,
+        "proposed": int(found[1]) if found else None,
+        "message": done.stderr[-400:],
+    }
+
+
+def price(a: Arguments) -> dict[str, Any]:
+    """The same steps with and without saves, and how long a save holds up the loop."""
+    from electra import checkpoint, pretrain
+    from electra.config import from_dict
+    from electra.corpus import Corpus
+
+    held: list[float] = []
+    save = checkpoint.Saver.save
+
+    def timed(self: Any, *args: Any) -> None:
+        begin = time.perf_counter()
+        save(self, *args)
+        held.append(time.perf_counter() - begin)
+
+    checkpoint.Saver.save = timed  # type: ignore[method-assign]
+    corpus, seconds = Corpus.open(a.corpus), dict[str, float]()
+    for run, every in (("unsaved", a.steps), ("saved", max(2, a.steps // 10))):
+        finish(a, f"price-{run}", "--run.save-every", str(every))
+        settings = json.loads((a.out / f"price-{run}" / "config.json").read_bytes())
+        config = from_dict(pretrain.PretrainConfig, settings, where=run)
+        held.clear()
+        pretrain.pretrain(config, corpus, a.out / f"price-{run}-here", quiet=True)
+        lines = read_metrics(a.out / f"price-{run}-here")
+        train = [x for x in lines if x["kind"] == "train"]
+        seconds[run] = train[-1]["seconds"] - train[0]["seconds"]
+    checkpoint.Saver.save = save
+    step = seconds["unsaved"] / a.steps
+    return {
+        "saves": len(held),
+        "cost": seconds["saved"] / seconds["unsaved"] - 1,
+        "step_seconds": step,
+        "longest_save_in_steps": max(held[:-1], default=0.0) / step,
+        "median_save_in_steps": statistics.median(held) / step,
+    }
+
+
+if __name__ == "__main__":
+    main()
