@@ -1,11 +1,14 @@
-"""What several tests share: a language with rules, its tokenizer and corpora, a micro model."""
+"""What several tests share: a language with rules, its tokenizer and corpora, a micro model,
+and objectives whose every number is looked at."""
 
 from __future__ import annotations
 
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,16 +16,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from electra.config import (
     DataConfig,
     EncoderConfig,
     GeneratorConfig,
+    ObjectiveConfig,
     OptimConfig,
     PretrainConfig,
     RunConfig,
 )
 from electra.corpus import Corpus, prepare
+from electra.corruption import num_masked
+from electra.objectives import Batch, Objective, SpecialIds, build_objective
+from electra.randomness import StepRng
 from electra.tokenizer import Tokenizer, train_tokenizer
 
 SEQUENCE_LENGTH = 23
@@ -146,3 +154,75 @@ def micro() -> PretrainConfig:
             save_every=4,
         ),
     )
+
+
+# ---------------------------------------------------------------------- objectives by hand
+
+# Pairwise different, so that no transposed or swapped axis can pass.
+B, T, V, E, D, FFN, LAYERS, POSITIONS = 5, 19, 101, 14, 22, 34, 3, 29
+SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
+LENGTHS = (19, 13, 7, 19, 3)
+
+
+def settings(**changes: Any) -> PretrainConfig:
+    """The small test model; a change is section_field=value."""
+    config = PretrainConfig(
+        encoder=EncoderConfig(
+            layers=LAYERS,
+            hidden_size=D,
+            ffn_size=FFN,
+            attention_heads=2,
+            embedding_size=E,
+            max_positions=POSITIONS,
+            dropout=0.0,
+            attention_dropout=0.0,
+            init="local",
+        ),
+        generator=GeneratorConfig(width=0.5),
+        objective=ObjectiveConfig(mask_percent=30.0),
+        data=DataConfig(sequence_length=T, batch_size=B),
+    )
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        section, name = path.split("_", 1)
+        groups.setdefault(section, {})[name] = value
+    changed = {name: replace(getattr(config, name), **group) for name, group in groups.items()}
+    return replace(config, **changed)
+
+
+def built(config: PretrainConfig, vocab_size: int = V, **options: Any) -> Any:
+    """The objective of these settings, whichever class that is."""
+    return build_objective(config, vocab_size, SPECIAL, **options)
+
+
+def batch_of(
+    config: PretrainConfig,
+    lengths: tuple[int, ...] = LENGTHS,
+    seed: int = 0,
+    vocab_size: int = V,
+) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    T = config.data.sequence_length
+    x = torch.randint(5, vocab_size, (len(lengths), T), generator=draw)
+    length = torch.tensor(lengths)
+    x[:, 0] = SPECIAL.cls
+    for row, n in enumerate(lengths):
+        x[row, n - 1] = SPECIAL.sep
+        x[row, n:] = SPECIAL.pad
+    position = torch.arange(T)
+    segment = (position >= length[:, None] // 2) & (position < length[:, None])
+    masked = num_masked(length, config.masked_slots, config.objective).sum()
+    return Batch(x, segment.long(), length, length.sum().float(), masked.float())
+
+
+def rng(rows: int = B, step: int = 0, seed: int = 0) -> StepRng:
+    return StepRng(seed, torch.tensor(step), torch.arange(rows))
+
+
+def gradients(objective: Objective, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(objective.named_parameters())
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(named.items(), grads, strict=True)
+    }

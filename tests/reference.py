@@ -7,7 +7,8 @@ functions against the paper, and the tests check the package against these funct
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -54,6 +55,76 @@ def disc_loss(d: np.ndarray, x: np.ndarray, x_corrupt: np.ndarray, length: np.nd
             original = 1 - 1 / (1 + math.exp(-d[b, t]))
             terms.append(-math.log(original if x_corrupt[b, t] == x[b, t] else 1 - original))
     return math.fsum(terms) / len(terms)
+
+
+def disc_loss_at(
+    d: np.ndarray, x: np.ndarray, x_corrupt: np.ndarray, places: Iterable[tuple[int, int]]
+) -> float:
+    """The same sum over some places (b, t) only, not yet divided by how many there are."""
+    terms = []
+    for b, t in places:
+        original = 1 / (1 + math.exp(d[b, t]))
+        terms.append(-math.log(original if x_corrupt[b, t] == x[b, t] else 1 - original))
+    return math.fsum(terms)
+
+
+def copy_gate_nll(d: float, log_p: float, copied: bool) -> float:
+    """−log(D · copied + (1 − D) · p), D = 1 / (1 + e^d), where no float64 is small enough."""
+    stay, speak = 1 / (1 + Decimal(d).exp()), 1 / (1 + Decimal(-d).exp())
+    return -float((stay * copied + speak * Decimal(log_p).exp()).ln())
+
+
+Weights = Mapping[str, np.ndarray]
+
+
+def encode(w: Weights, x: np.ndarray, segment: np.ndarray, sees: np.ndarray, K: int) -> np.ndarray:
+    """One sequence (n,) through an encoder, position by position; sees[t, s]: t looks at s."""
+    n = len(x)
+    word, place, kind = (w[f"embeddings.{name}.weight"] for name in ("word", "position", "segment"))
+    h = normalised(w, "embeddings.norm", word[x] + place[:n] + kind[segment])
+    if "project.weight" in w:
+        h = linear(w, "project", h)
+    layers = 1 + max(int(name.split(".")[1]) for name in w if name.startswith("blocks."))
+    for block in (f"blocks.{i}" for i in range(layers)):
+        q, k, v = np.split(linear(w, f"{block}.qkv", h), 3, axis=1)
+        a = np.zeros_like(h)
+        for t in range(n):
+            seen = np.flatnonzero(sees[t])
+            for head in range(0, h.shape[1], K):
+                of = slice(head, head + K)
+                p = softmax([float(k[s, of] @ q[t, of]) / math.sqrt(K) for s in seen])
+                a[t, of] = sum(share * v[s, of] for share, s in zip(p, seen, strict=True))
+        h = normalised(w, f"{block}.attention_norm", h + linear(w, f"{block}.out", a))
+        f = linear(w, f"{block}.down", gelu(linear(w, f"{block}.up", h)))
+        h = normalised(w, f"{block}.ffn_norm", h + f)
+    return h
+
+
+def vocabulary_log_probabilities(w: Weights, h: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """(n, V): the output layer of a masked language model over token embeddings (V, E)."""
+    e = normalised(w, "norm", gelu(linear(w, "dense", h)))
+    return np.log([softmax(row) for row in e @ table.T + w["bias"]])
+
+
+def detector_logits(w: Weights, h: np.ndarray) -> np.ndarray:
+    """(n,): logits of replaced, or Electric's energies."""
+    if "dense.weight" in w:
+        h = gelu(linear(w, "dense", h))
+    return linear(w, "w", h)[:, 0]
+
+
+def linear(w: Weights, name: str, h: np.ndarray) -> np.ndarray:
+    return h @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+
+def normalised(w: Weights, name: str, h: np.ndarray) -> np.ndarray:
+    centred = h - h.mean(-1, keepdims=True)
+    deviation = np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
+    return centred / deviation * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def gelu(h: np.ndarray) -> np.ndarray:
+    return h * np.vectorize(lambda value: 0.5 * (1 + math.erf(value / math.sqrt(2))))(h)
 
 
 def one_token_per_position(

@@ -12,92 +12,40 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from conftest import (
+    LAYERS,
+    LENGTHS,
+    SPECIAL,
+    B,
+    D,
+    T,
+    V,
+    batch_of,
+    built,
+    gradients,
+    rng,
+    settings,
+)
 from torch import Tensor, nn
 
 from electra.config import (
-    DataConfig,
     EncoderConfig,
     GeneratorConfig,
-    ObjectiveConfig,
     PretrainConfig,
     RunConfig,
 )
-from electra.corruption import num_masked
 from electra.encoder import Block, GeneratorHead
 from electra.objectives import (
     Batch,
     MaskedLM,
     Objective,
     ReplacedTokenDetection,
-    SpecialIds,
     build_objective,
 )
 from electra.optim import Adam, is_decayed, learning_rate
 from electra.plan import count_parameters
 from electra.randomness import StepRng
 from electra.recipes import recipe
-
-# Pairwise different, so that no transposed or swapped axis can pass.
-B, T, V, E, D, FFN, LAYERS, POSITIONS = 5, 19, 101, 14, 22, 34, 3, 29
-SPECIAL = SpecialIds(pad=0, unk=1, cls=2, sep=3, mask=4)
-LENGTHS = (19, 13, 7, 19, 3)
-
-
-def settings(**changes: Any) -> PretrainConfig:
-    """The small test model; a change is section_field=value."""
-    config = PretrainConfig(
-        encoder=EncoderConfig(
-            layers=LAYERS,
-            hidden_size=D,
-            ffn_size=FFN,
-            attention_heads=2,
-            embedding_size=E,
-            max_positions=POSITIONS,
-            dropout=0.0,
-            attention_dropout=0.0,
-            init="local",
-        ),
-        generator=GeneratorConfig(width=0.5),
-        objective=ObjectiveConfig(mask_percent=30.0),
-        data=DataConfig(sequence_length=T, batch_size=B),
-    )
-    for path, value in changes.items():
-        section, name = path.split("_", 1)
-        group = replace(getattr(config, section), **{name: value})
-        config = replace(config, **{section: group})
-    return config
-
-
-def built(config: PretrainConfig, *, padded: bool = True) -> Objective:
-    return build_objective(config, V, SPECIAL, padded=padded)
-
-
-def batch_of(config: PretrainConfig, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Batch:
-    draw = torch.Generator().manual_seed(seed)
-    x = torch.randint(5, V, (len(lengths), T), generator=draw)
-    length = torch.tensor(lengths)
-    x[:, 0] = SPECIAL.cls
-    for row, n in enumerate(lengths):
-        x[row, n - 1] = SPECIAL.sep
-        x[row, n:] = SPECIAL.pad
-    position = torch.arange(T)
-    segment = (position >= length[:, None] // 2) & (position < length[:, None])
-    masked = num_masked(length, config.masked_slots, config.objective).sum()
-    return Batch(x, segment.long(), length, length.sum().float(), masked.float())
-
-
-def rng(rows: int = B, step: int = 0, seed: int = 0) -> StepRng:
-    return StepRng(seed, torch.tensor(step), torch.arange(rows))
-
-
-def gradients(objective: Objective, loss: Tensor) -> dict[str, Tensor]:
-    named = dict(objective.named_parameters())
-    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(named.items(), grads, strict=True)
-    }
-
 
 # ---------------------------------------------------------------------- losses
 
