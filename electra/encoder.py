@@ -191,6 +191,8 @@ class TwoTowers(nn.Module):
             left, right = seen, seen.mT
         before = self.left(x, segment, left, rng)  # (B, T, D)
         after = self.right(x, segment, right, rng)
+        if mask is not None:  # behind the last token is nothing, padded or not
+            after = after * mask[:, :, None]
         return torch.cat(
             [F.pad(before[:, :-1], (0, 0, 1, 0)), F.pad(after[:, 1:], (0, 0, 0, 1))], 2
         )
