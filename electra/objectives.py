@@ -274,7 +274,8 @@ class WithGenerator(Objective):
         m = self.choose(batch, rng)  # (B, M)     m_i ~ unif{1, n}
         x_masked = mask_tokens(x, m, self.special.mask, self.vocab_size, c.objective, rng)  # (B, T)
         if self.generator is None:
-            h, g = None, self.proposal.log().expand(*m.at.shape, -1)  # (B, M, V)
+            # A token that was never counted is unlikely, not impossible.
+            h, g = None, self.proposal.clamp(min=1e-12).log().expand(*m.at.shape, -1)  # (B, M, V)
             u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])
             total = self.proposal.double().cumsum(0)
             x_hat = torch.searchsorted(total, u.double() * total[-1], right=True)

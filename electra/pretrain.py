@@ -122,6 +122,10 @@ def _train(
             seconds, lap = float(saved.state["seconds"]), float(saved.state["lap"])
     elif initial is not None:
         trainer.optimizer.load({"model": initial})
+    elif config.generator.frozen:
+        what = "A frozen generator has to be a trained one."
+        fix = "give its run or export as --init"
+        raise ElectraError(what, where="generator.frozen", fix=fix)
     if runtime.any(runtime.agree(float(first_step)) != float(first_step)):
         raise ElectraError(
             "The processes see different checkpoints.",
@@ -315,6 +319,8 @@ class Trainer:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
         self.idle = objective.idle()
+        is_second = getattr(objective, "stage", "joint") == "discriminator"
+        self.first_step = config.switch_step or 0 if is_second else 0  # that the optimizer makes
         self.optimizer = Adam(
             objective,
             config.optim,
@@ -358,7 +364,7 @@ class Trainer:
             self.meter.add_losses(losses)
         self.runtime.sum_(self.optimizer.grad)  # losses are shares of the global mean: add up
         rate = self.rates.index_select(0, self.slot.view(1))[0]
-        norm = self.optimizer.step(rate, self.counter)
+        norm = self.optimizer.step(rate, self.counter - self.first_step)
         self.meter.add_step(self.block.counts(self.slot, self.config), norm)
         self.slot += 1
         self.counter += 1

@@ -107,13 +107,15 @@ def enter_run(
         # What a setting did before there was one for it is its default.
         old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
         changed = differences(to_dict(old), to_dict(config))
+        # Two stages of other lengths would take up the weights of one in the other.
+        fixed = (*_SHAPES, "run.train_steps") if config.switch_step is not None else _SHAPES
         forbidden = [
             line
             for key, line in changed.items()
-            if (key in _SHAPES if force else key not in _MAY_CHANGE)
+            if key in fixed or (key not in _MAY_CHANGE and not force)
         ]
         if forbidden:
-            could = all(key not in _SHAPES for key in changed)
+            could = all(key not in fixed for key in changed)
             raise ElectraError(
                 "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
                 where=str(out),
