@@ -340,7 +340,26 @@ class PretrainConfig:
                 "set generator.sharing to embeddings",
             ),
             (
-                g.kind != "network" and (g.frozen or g.disallow_correct or o.kind == "electric"),
+                g.frozen and (o.algorithm != "joint" or o.kind == "mlm"),
+                "generator.frozen",
+                "Only a generator that is trained beside a discriminator can stay as it is.",
+                "set objective.algorithm to joint, and objective.kind to another than mlm",
+            ),
+            (
+                o.disc_positions != "all" and o.kind not in ("rtd", "electric"),
+                "objective.disc_positions",
+                f"{o.kind} has no discriminator whose tokens could be chosen.",
+                "use it with objective.kind rtd",
+            ),
+            (
+                g.kind != "network"
+                and (
+                    g.frozen
+                    or g.disallow_correct
+                    or g.sharing == "disentangled"
+                    or (g.temperature, g.temperature_steps) != (1, 0)
+                    or o.kind == "electric"
+                ),
                 "generator.kind",
                 "This needs a generator that is a network.",
                 "set generator.kind to network",
