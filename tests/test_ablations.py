@@ -406,6 +406,8 @@ def test_a_stage_trains_one_network_and_names_the_other(stage: str, expected: se
     objective.stage = stage
     total = objective(batch_of(objective.config), rng()).total
     assert learners(objective, total) == expected
+    k = corrupted(objective, batch_of(objective.config))
+    assert k.g.requires_grad == (stage != "discriminator")  # nothing is kept for a backward pass
     moving = {name for name, _ in objective.named_parameters()} - objective.idle()
     assert {n.split(".")[0] + " tables" * (".embeddings." in n) for n in moving} == expected
 
