@@ -28,8 +28,9 @@ from electra.errors import ElectraError, Stopped
 from electra.evaluate import token_counts
 from electra.objectives import Batch, Corruption, Objective
 from electra.plan import count_parameters
-from electra.pretrain import load_run, pretrain
+from electra.pretrain import pretrain
 from electra.randomness import StepRng
+from electra.rundir import load_run
 
 # Every kind of objective, as changes to the settings.
 KINDS: dict[str, dict[str, Any]] = {
