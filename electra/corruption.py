@@ -10,6 +10,7 @@ static; a short sequence leaves some of its slots unused (`valid` is false, posi
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -136,15 +137,16 @@ def sample(logits: Tensor, u: Tensor) -> Tensor:
     N, V = logits.shape
     width = max(1, round(V**0.5))
     tiles = -(-V // width)
-    p = (logits - logits.amax(-1, keepdim=True)).exp()  # (N, V)
-    p = torch.nn.functional.pad(p, (0, tiles * width - V)).view(N, tiles, width)
-    tile_mass = p.sum(-1).cumsum(-1)  # (N, tiles)
+    # Exponentials are taken twice, of all and of one tile: kept, they would be the largest tensor.
+    z = logits - logits.amax(-1, keepdim=True)  # (N, V)
+    z = torch.nn.functional.pad(z, (0, tiles * width - V), value=-math.inf).view(N, tiles, width)
+    mass = z.exp().sum(-1)  # (N, tiles)
+    tile_mass = mass.cumsum(-1)
     target = u[:, None] * tile_mass[:, -1:]  # (N, 1)
     # Rounding can put u behind the last token that has any mass: stay on tokens that do.
-    has_mass = p.sum(-1) > 0
-    tile = _pick(tile_mass, has_mass, target)  # (N, 1)
+    tile = _pick(tile_mass, mass > 0, target)  # (N, 1)
     before = torch.where(tile > 0, tile_mass.gather(1, (tile - 1).clamp(min=0)), 0.0)
-    inside = p.gather(1, tile[:, :, None].expand(-1, -1, width)).squeeze(1)  # (N, width)
+    inside = z.gather(1, tile[:, :, None].expand(-1, -1, width)).squeeze(1).exp()  # (N, width)
     token = _pick(inside.cumsum(-1), inside > 0, target - before)
     return (tile * width + token).squeeze(1)
 
