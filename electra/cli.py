@@ -456,11 +456,76 @@ class PredictCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AblateCommand:
+    """Run a study of the paper: settings by seeds, scored on GLUE; the same command continues."""
+
+    study: tyro.conf.Positional[str]
+    """efficiency, sharing, generator-size, algorithms, rtd-vs-mlm."""
+    corpus: Path
+    """A corpus made by `electra prepare`."""
+    data: Path
+    """Folder with CoLA, SST-2, MRPC, … as GLUE distributes them."""
+    out: Path
+    """Gets ablate.json and a directory per setting and seed."""
+    base: str = "small"
+    """ELECTRA's settings: a recipe, or a TOML or JSON file as for pretrain --config."""
+    steps: int | None = None
+    """Steps of ELECTRA; default: those of --base. The warm-up keeps its share of them."""
+    seeds: int = 3
+    """Pre-training seeds of every setting."""
+    equal: Literal["steps", "flops"] = "steps"
+    """What the settings have in common; two-stage training has these steps twice."""
+    tasks: tuple[str, ...] = ("cola", "sst2", "mrpc", "stsb", "rte", "qnli")
+    """Tasks whose scores are averaged."""
+    tuning_seeds: int = 3
+    """Fine-tuning seeds, of which a task's median is taken."""
+    tuning: tuple[str, ...] = ()
+    """Settings of `electra glue`: max-train=2000 epochs=1."""
+    jobs: int = 1
+    """Pairs of setting and seed that run at once, in turn on the visible GPUs."""
+    dry_run: bool = False
+    """Print the settings with their parameters, FLOPs and steps, and stop."""
+
+    def run(self) -> int:
+        from .ablate import ablate, describe, starting_point
+        from .corpus import Corpus
+        from .report import report
+
+        counts = {"seeds": self.seeds, "tuning-seeds": self.tuning_seeds, "jobs": self.jobs}
+        for name, count in {**counts, "tasks": len(self.tasks)}.items():
+            if count < 1:
+                raise ElectraError(f"There are {count} {name}.", where=f"--{name}", fix="use some")
+        base = starting_point(self.base, self.steps)
+        if self.dry_run:
+            print(describe(self.study, base, Corpus.open(self.corpus).vocab_size, self.equal))
+            return EXIT_OK
+        tuning = [f"--{setting}" for setting in self.tuning]
+        # A wrong setting is told now, not when the first model waits for it.
+        _parse(["glue", "--model", "m", "--data", "d", "--out", "o", *tuning])
+        code = ablate(
+            self.study,
+            base,
+            self.corpus,
+            self.data,
+            self.out,
+            tasks=self.tasks,
+            seeds=self.seeds,
+            tuning_seeds=self.tuning_seeds,
+            tuning=tuning,
+            equal=self.equal,
+            jobs=self.jobs,
+            note=lambda text: print(text, file=sys.stderr, flush=True),
+        )
+        print(report([self.out]))
+        return code
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportCommand:
     """Compare runs: a Markdown table, CSV and a picture."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Runs of pretrain, finetune or glue."""
+    """Runs of pretrain, finetune, glue or ablate."""
     out: Path | None = None
     """Gets report.md, report.csv and report.png."""
 
@@ -529,6 +594,7 @@ Command = (
     | FinetuneCommand
     | GlueCommand
     | PredictCommand
+    | AblateCommand
     | ReportCommand
     | DetectCommand
     | DemoCommand
@@ -545,6 +611,7 @@ COMMANDS: dict[str, type[Command]] = {
     "finetune": FinetuneCommand,
     "glue": GlueCommand,
     "predict": PredictCommand,
+    "ablate": AblateCommand,
     "report": ReportCommand,
     "detect": DetectCommand,
     "demo": DemoCommand,

@@ -130,6 +130,11 @@ def bert_large() -> PretrainConfig:
 
 
 def _bert(c: PretrainConfig, name: str, steps: int) -> PretrainConfig:
+    return replace(masked_lm(c), name=name, run=replace(c.run, train_steps=steps))
+
+
+def masked_lm(c: PretrainConfig) -> PretrainConfig:
+    """The BERT baseline of the same size: 15 % of the tokens, shown 80/10/10."""
     masking = replace(
         c.objective,
         kind="mlm",
@@ -137,7 +142,7 @@ def _bert(c: PretrainConfig, name: str, steps: int) -> PretrainConfig:
         mask_token_percent=80.0,
         random_token_percent=10.0,
     )
-    return replace(c, name=name, objective=masking, run=replace(c.run, train_steps=steps))
+    return replace(c, objective=masking)
 
 
 RECIPES: dict[str, Callable[[], PretrainConfig]] = {

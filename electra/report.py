@@ -1,9 +1,10 @@
 """Runs side by side: Markdown to read, report.csv to compute with, report.png for a look.
 
 Comes in: directories of pre-training runs (run.json, metrics.jsonl), of fine-tuning runs
-(results.json), and of benchmarks, which hold one fine-tuning run per task. Goes out: a table of
-each sort. Names of runs, tasks and models are somebody else's text, so they are shown as code in
-Markdown, never start a formula in CSV, and are no mathematics in the picture.
+(results.json), of benchmarks, which hold one fine-tuning run per task, and of studies
+(ablate.json). Goes out: a table of each sort. Names of runs, tasks and models are somebody else's
+text, so they are shown as code in Markdown, never start a formula in CSV, and are no mathematics in
+the picture.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from .ablate import CURVES, PAPER
 from .errors import ElectraError
 from .files import reading, storage_errors, write_atomic
 from .runlog import read_metrics
@@ -35,10 +37,21 @@ _COLUMNS = (
     *("run", "kind", "state", "task", "metric", "model", *_SUMMARY, "ensemble"),
     *("recipe", "steps", "tokens", "seconds", *_CURVES),
 )
+_STUDY_COLUMNS = ("label", "seed", "flops", "parameters", "mlm_accuracy", "score")
 # Values of a run by column; those that do not apply to it are missing. Pre-training has also
 # `curves`, (step, value) by name; fine-tuning `scores` of the seeds that did not fail, and `row`
-# of the table of medians: the benchmark, or what a run of one task started from.
+# of the table of medians: the benchmark, or what a run of one task started from. A cell of a study
+# has `scores`, by task, and `curve`.
 _Run = dict[str, Any]
+
+
+class _Study(NamedTuple):
+    """A directory of `electra ablate`: its cells by label, in the order of the study."""
+
+    title: str
+    name: str
+    tasks: list[str]
+    rows: dict[str, list[_Run]]
 
 
 def report(runs: Sequence[Path], out: Path | None = None) -> str:
@@ -47,20 +60,26 @@ def report(runs: Sequence[Path], out: Path | None = None) -> str:
     names = [path.resolve().name for path in paths]
     pretrained: list[_Run] = []
     finetuned: list[_Run] = []
+    studies: list[_Study] = []
     for path, name in zip(paths, names, strict=True):
         title = name if names.count(name) == 1 else str(path)
-        if (path / "run.json").is_file():
+        if (path / "ablate.json").is_file():
+            studies.append(_read_study(path, title))
+        elif (path / "run.json").is_file():
             pretrained.append(_read_pretraining(path, title))
         else:
             finetuned += _read_finetuning(path, title)
     lines = _pretraining_table(pretrained) if pretrained else []
-    text = "\n".join(lines + (_finetuning_tables(finetuned) if finetuned else []))
+    lines += _finetuning_tables(finetuned) if finetuned else []
+    text = "\n".join(lines + [line for study in studies for line in _study_table(study)])
     if out is not None:
         with storage_errors(out):
             out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / "report.md", f"# Report\n\n{text}".encode())
-        write_atomic(out / "report.csv", _csv([*pretrained, *finetuned]))
-        write_atomic(out / "report.png", _draw(pretrained, finetuned))
+        cells = [run for study in studies for run in _study_runs(study)]
+        columns = _COLUMNS + (_STUDY_COLUMNS if cells else ())
+        write_atomic(out / "report.csv", _csv([*pretrained, *finetuned, *cells], columns))
+        write_atomic(out / "report.png", _draw(pretrained, finetuned, studies))
     return text
 
 
@@ -73,6 +92,12 @@ def _number(value: Any) -> float | None:
     if value is not None and not _is_finite(value):
         raise ValueError(f"{value!r} is no finite number")
     return value
+
+
+def _needed(value: Any) -> float:
+    if (number := _number(value)) is None:
+        raise ValueError("a number is missing")
+    return number
 
 
 def _read_pretraining(path: Path, title: str) -> _Run:
@@ -101,8 +126,8 @@ def _read_finetuning(path: Path, title: str) -> list[_Run]:
     records = ("results.json", "finetune.json")
     parts = [p for p in (path, *sorted(path.glob("*"))) if any((p / n).is_file() for n in records)]
     if not parts:
-        what = "There is no run here: no run.json, finetune.json or results.json."
-        fix = "give the --out directory of `electra pretrain`, `finetune` or `glue`"
+        what = "There is no run here: no run.json, finetune.json, results.json or ablate.json."
+        fix = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
         raise ElectraError(what, where=str(path), fix=fix)
     if parts[0] == path:
         return [_read_results(path, title, None)]
@@ -133,6 +158,31 @@ def _read_results(path: Path, title: str, row: str | None) -> _Run:
             scores = [_number(seed["score"]) for seed in read["seeds"] if not seed["failed"]]
             run["scores"] = [score for score in scores if score is not None]
     return run
+
+
+def _read_study(path: Path, title: str) -> _Study:
+    file, rows = path / "ablate.json", dict[str, list[_Run]]()
+    with reading(file, _FIX):
+        read = json.loads(file.read_bytes())
+        if read["format"] != 1:
+            raise ValueError(f"format {read['format']} is not 1")
+        tasks = [str(task) for task in read["tasks"]]
+        for one in read["cells"]:
+            cell: _Run = {k: str(one[k]) for k in ("label", "state")}
+            cell |= {k: int(one[k]) for k in ("seed", "steps", "tokens", "parameters")}
+            cell |= {"flops": _needed(one["flops"]), "differs": dict(one["differs"])}
+            if one["state"] == "finished":
+                cell |= {key: _number(one["held_out"][key]) for key in CURVES}
+                cell |= {key: _needed(one[key]) for key in ("score", "seconds")}
+                cell["scores"] = {
+                    task: {"metric": str(one["scores"][task]["metric"])}
+                    | {key: _needed(one["scores"][task][key]) for key in _SUMMARY}
+                    for task in tasks
+                }
+                points = [{k: _number(p[k]) for k in ("step", *CURVES)} for p in one["curve"]]
+                cell["curve"] = points
+            rows.setdefault(cell["label"], []).append(cell)
+        return _Study(title, str(read["study"]), tasks, rows)
 
 
 def code(text: object) -> str:
@@ -198,10 +248,95 @@ def _finetuning_tables(runs: list[_Run]) -> list[str]:
     return [*lines, "", "### All numbers × 100", "", *table([*head, "ensemble"], long), ""]
 
 
-def _csv(runs: Sequence[_Run]) -> bytes:
+class Spread(NamedTuple):
+    """Mean, standard deviation of a sample, and half of the 95 % confidence interval by t."""
+
+    mean: float
+    std: float | None
+    half: float | None
+
+    def __str__(self) -> str:
+        """71.2 ± 0.4 (70.2 to 72.2), × 100"""
+        if self.std is None or self.half is None:
+            return f"{100 * self.mean:.1f}"
+        low, high = 100 * (self.mean - self.half), 100 * (self.mean + self.half)
+        return f"{100 * self.mean:.1f} ± {100 * self.std:.1f} ({low:.1f} to {high:.1f})"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Of the values of several seeds; a single one has no spread, none have no mean either."""
+    import numpy as np
+
+    n = len(values)
+    if n < 2:
+        return Spread(values[0], None, None) if values else None
+    std = float(np.std(values, ddof=1))
+    # With t = √f tan θ the density of Student's t with f degrees of freedom is cosᶠ⁻¹ θ.
+    middle = np.pi * ((np.arange(1_000_000) + 0.5) / 1_000_000 - 0.5)
+    mass = np.cumsum(np.cos(middle) ** (n - 2))
+    theta = np.interp(0.975 * mass[-1], mass, middle + np.pi / 2e6)
+    t = math.sqrt(n - 1) * math.tan(theta)
+    return Spread(float(np.mean(values)), std, t * std / math.sqrt(n))
+
+
+def _values(cells: Sequence[_Run], key: str) -> list[float]:
+    """The numbers of the cells that have one."""
+    return [cell[key] for cell in cells if cell.get(key) is not None]
+
+
+def _study_table(study: _Study) -> list[str]:
+    """Per setting the mean over tasks of medians, over pre-training seeds, beside the paper's."""
+    paper = PAPER.get(study.name, {})
+    # The row that is ELECTRA itself, where the study has one, else the first.
+    first = min(study.rows, key=lambda label: bool(study.rows[label][0]["differs"]), default="")
+    scores = study.rows.get(first, [])
+    reference = {cell["seed"]: cell["score"] for cell in scores if "score" in cell}
+    head = ["setting", "seeds", "mean over tasks", f"minus {code(first)}", "paper"]
+    head += [*map(code, study.tasks), "FLOPs", "steps", "MLM accuracy", "AUC"]
+    rows: list[list[str]] = []
+    for label, cells in study.rows.items():
+        done = [cell for cell in cells if "score" in cell]
+        # Seeds share the order of the text and the masks, so they are compared in pairs.
+        gaps = [c["score"] - reference[c["seed"]] for c in done if c["seed"] in reference]
+        medians = [spread([c["scores"][task]["median"] for c in done]) for task in study.tasks]
+        row = [
+            code(label),
+            f"{len(done)} of {len(cells)}",
+            str(spread(_values(done, "score")) or _NONE),
+        ]
+        row += [_NONE if label == first else str(spread(gaps) or _NONE), paper.get(label, _NONE)]
+        row += [_percent(m and m.mean) for m in medians]
+        row += [f"{cells[0]['flops']:.3g}", f"{cells[0]['steps']:,}"]
+        accuracy, auc = (spread(_values(done, key)) for key in ("mlm_accuracy", "disc_auc"))
+        rows.append(
+            [*row, _percent(accuracy and accuracy.mean), f"{auc.mean:.3f}" if auc else _NONE]
+        )
+    said = "Scores × 100: mean ± standard deviation (95 % confidence interval) over pre-training "
+    said += "seeds. The paper's numbers are of Base size, all of GLUE, and far longer training."
+    troubles = [
+        f"- {code(cell['label'])}, seed {cell['seed']}: {code(cell['state'])}"
+        for cells in study.rows.values()
+        for cell in cells
+        if "score" not in cell
+    ]
+    title = f"## Study {code(study.name)} in {code(study.title)}"
+    return [title, "", *table(head, rows), "", said, "", *troubles, *[""] * bool(troubles)]
+
+
+def _study_runs(study: _Study) -> list[_Run]:
+    """A line of CSV per cell and task, or one for a cell without scores."""
+    lines: list[_Run] = []
+    for cell in (cell for cells in study.rows.values() for cell in cells):
+        run = {**cell, "run": study.title, "kind": "ablate", "recipe": study.name}
+        scores: dict[str, _Run] = cell.get("scores", {})
+        lines += [{**run, "task": task, **score} for task, score in scores.items()] or [run]
+    return lines
+
+
+def _csv(runs: Sequence[_Run], columns: Sequence[str]) -> bytes:
     """Text that a spreadsheet would take for a formula gets an apostrophe; numbers stay."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, extrasaction="ignore")
+    writer = csv.DictWriter(text, columns, extrasaction="ignore")
     writer.writeheader()
     for run in runs:
         formulas = {k: f"'{v}" for k, v in run.items() if isinstance(v, str) and _FORMULA.match(v)}
@@ -209,16 +344,19 @@ def _csv(runs: Sequence[_Run]) -> bytes:
     return text.getvalue().encode()
 
 
-def _draw(pretrained: list[_Run], finetuned: list[_Run]) -> bytes:
-    """Learning curves of all runs over steps, and every seed's score with a dash at the median."""
+def label(text: str) -> str:
+    """For a picture, without mathematics; matplotlib also hides what begins with an underscore."""
+    return re.sub("^_", "\u200b_", text).replace("$", r"\$")
+
+
+def _draw(pretrained: list[_Run], finetuned: list[_Run], studies: list[_Study]) -> bytes:
+    """Learning curves of all runs over steps, every seed's score with a dash at the median, and
+    the figures of studies."""
     from matplotlib.figure import Figure
 
-    def label(text: str) -> str:
-        """Without mathematics; matplotlib also hides what begins with an underscore."""
-        return re.sub("^_", "\u200b_", text).replace("$", r"\$")
-
     curves = [key for key in _CURVES if any(run["curves"][key] for run in pretrained)]
-    panels = max(1, len(curves) + bool(finetuned))
+    figures = [part for study in studies for part in _study_figures(study)]
+    panels = max(1, len(curves) + bool(finetuned) + len(figures))
     figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
     axes: list[Any] = list(figure.subplots(1, panels, squeeze=False)[0])
     for axis, key in zip(axes, curves, strict=False):
@@ -229,7 +367,7 @@ def _draw(pretrained: list[_Run], finetuned: list[_Run]) -> bytes:
                 axis.plot(*zip(*points, strict=True), label=label(run["run"]))
         axis.legend()
     if finetuned:
-        axis, (columns, rows) = axes[-1], _medians(finetuned)
+        axis, (columns, rows) = axes[len(curves)], _medians(finetuned)
         axis.set_title("scores × 100: a dot per seed, a dash at the median")
         axis.set_xticks(range(len(columns)), list(map(label, columns)))
         axis.tick_params("x", rotation=30)
@@ -243,8 +381,75 @@ def _draw(pretrained: list[_Run], finetuned: list[_Run]) -> bytes:
                     axis.scatter([x] * len(scores), scores, color=colour, alpha=0.6)
                     axis.hlines(100 * run["median"], x - width, x + width, color=colour)
         axis.legend()
+    for axis, draw in zip(axes[panels - len(figures) :], figures, strict=True):
+        draw(axis)
     picture = io.BytesIO()
     with warnings.catch_warnings():  # of letters that the font does not have
         warnings.simplefilter("ignore")
         figure.savefig(picture, format="png", dpi=110)
     return picture.getvalue()
+
+
+def _study_figures(study: _Study) -> list[Callable[[Any], None]]:
+    """What to draw of a study, a function of the axis per panel."""
+
+    def points(axis: Any, rows: dict[str, float], name: str, **style: Any) -> None:
+        """Scores of some settings over a number, with their confidence intervals."""
+        found = [(x, spread(_values(study.rows[key], "score"))) for key, x in rows.items()]
+        there = [(x, 100 * s.mean, 100 * (s.half or 0.0)) for x, s in found if s is not None]
+        if there:
+            x, y, half = zip(*sorted(there), strict=True)
+            axis.errorbar(x, y, half, marker="o", capsize=3, label=label(name), **style)
+
+    def by_flops(axis: Any) -> None:
+        families = {key.partition(",")[0]: None for key in study.rows}
+        for name in families:
+            rows = {k: c[0]["flops"] for k, c in study.rows.items() if k.partition(",")[0] == name}
+            points(axis, rows, name)
+        axis.set(xscale="log", xlabel="training FLOPs (matrix products)")
+
+    def by_width(axis: Any) -> None:
+        sizes = {key: re.fullmatch(r"(width|depth) (\d)(?:/([1-9]))?", key) for key in study.rows}
+        for part in ("width", "depth"):
+            of_part = {key: m for key, m in sizes.items() if m and m[1] == part}
+            points(axis, {key: int(m[2]) / int(m[3] or 1) for key, m in of_part.items()}, part)
+        for i, key in enumerate(key for key, m in sizes.items() if not m):
+            if found := spread(_values(study.rows[key], "score")):
+                axis.axhline(100 * found.mean, color=f"C{i + 2}", linestyle=":", label=label(key))
+        axis.set(xlabel="generator as a share of the discriminator")
+
+    def by_setting(axis: Any) -> None:
+        for i, (key, cells) in enumerate(study.rows.items()):
+            points(axis, {key: i}, key, linestyle="none")
+            scores = [100 * score for score in _values(cells, "score")]
+            axis.scatter([i] * len(scores), scores, color="grey", s=9, zorder=3)
+        axis.set_xticks(
+            range(len(study.rows)), list(map(label, study.rows)), rotation=30, ha="right"
+        )
+
+    def curve(key: str, title: str) -> Callable[[Any], None]:
+        def draw(axis: Any) -> None:
+            for i, (name, cells) in enumerate(study.rows.items()):
+                for j, cell in enumerate(cells):
+                    line = [
+                        (p["step"], p[key]) for p in cell.get("curve", []) if p[key] is not None
+                    ]
+                    if line:
+                        style = {"color": f"C{i % 10}", "label": label(name) if j == 0 else None}
+                        axis.plot(*zip(*line, strict=True), **style)
+            axis.set(title=f"{title}, held out", xlabel="step")
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend()
+
+        return draw
+
+    def scores(axis: Any) -> None:
+        {"rtd-vs-mlm": by_flops, "generator-size": by_width}.get(study.name, by_setting)(axis)
+        axis.set_title(label(f"{study.name}: mean over tasks × 100, 95 % confidence"))
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
+
+    if study.name != "algorithms":
+        return [scores]
+    names = {"mlm_accuracy": "generator's accuracy", "disc_auc": "AUC of replaced tokens"}
+    return [scores, *(curve(key, title) for key, title in names.items())]

@@ -1,0 +1,745 @@
+"""Studies: the paper's tables as settings, cells as real processes, the numbers in the report."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from electra import ablate, cli
+from electra.config import PretrainConfig, to_dict
+from electra.corpus import Corpus
+from electra.errors import CorruptError, ElectraError
+from electra.flops import matmul_flops_per_token
+from electra.plan import make_plan
+from electra.pretrain import pretrain
+from electra.recipes import masked_lm, recipe
+from electra.report import report, spread
+from electra.runlog import read_metrics
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY = 30_522
+
+# ---------------------------------------------------------------------- the studies
+
+WIDTHS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "3/4": 0.75, "1": 1.0}
+SHARES = {"1/8": 125_000, "1/4": 250_000, "1/2": 500_000, "1": 1_000_000}
+EQUAL = {"generator.width": 1.0, "generator.sharing": "none"}
+BERT = {
+    "objective.kind": "mlm",
+    "objective.mask_token_percent": 80.0,
+    "objective.random_token_percent": 10.0,
+}
+# What makes each row of a study another one than `small`, as the paper says it.
+DIFFERENCES: dict[str, dict[str, dict[str, Any]]] = {
+    "efficiency": {
+        "ELECTRA": {},
+        "All-Tokens MLM": {
+            "objective.kind": "all_tokens_mlm",
+            "objective.disc_weight": pytest.approx(1 / 0.15),
+        },
+        "Replace MLM": {"objective.kind": "replace_mlm", "objective.disc_weight": 1.0},
+        "ELECTRA 15%": {"objective.disc_positions": "masked"},
+        "ELECTRA 15%, other tokens": {"objective.disc_positions": "other"},
+        "BERT": BERT,
+        "BERT, 100% [MASK]": {"objective.kind": "mlm"},
+    },
+    "sharing": {
+        "none": EQUAL,
+        "token embeddings": {"generator.width": 1.0},
+        "all weights": {"generator.width": 1.0, "generator.sharing": "all"},
+        "gradient-disentangled": {"generator.width": 1.0, "generator.sharing": "disentangled"},
+    },
+    "generator-size": {
+        **{f"width {w}": {"generator.width": v} if v != 0.25 else {} for w, v in WIDTHS.items()},
+        "depth 1/4": {"generator.width": 1.0, "generator.depth": 0.25},
+        "depth 1/2": {"generator.width": 1.0, "generator.depth": 0.5},
+        "uniform": {"generator.kind": "uniform"},
+        "unigram": {"generator.kind": "unigram"},
+    },
+    "algorithms": {
+        "joint": {},
+        "adversarial": {"objective.algorithm": "adversarial"},
+        "joint, equal size": EQUAL,
+        "adversarial, equal size": {**EQUAL, "objective.algorithm": "adversarial"},
+        "two-stage": {
+            **EQUAL,
+            "objective.algorithm": "two_stage",
+            "run.train_steps": 2_000_000,
+        },
+        "two-stage, no copy": {
+            **EQUAL,
+            "objective.algorithm": "two_stage",
+            "objective.stage_two": "fresh",
+            "run.train_steps": 2_000_000,
+        },
+    },
+    "rtd-vs-mlm": {
+        f"{name}, {share}": {
+            **different,
+            **({"run.train_steps": steps} if steps != 1_000_000 else {}),
+        }
+        for name, different in (("ELECTRA", {}), ("BERT", BERT))
+        for share, steps in SHARES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("study", DIFFERENCES)
+def test_the_rows_of_a_study_are_those_of_the_paper(study: str) -> None:
+    base = ablate.starting_point("small")
+    grid = ablate.make_grid(study, base, VOCABULARY, "steps")
+    found = {label: ablate._differs(config, base) for label, config in grid.items()}
+    assert found == DIFFERENCES[study]
+    assert list(found) == list(DIFFERENCES[study])
+    assert len({ablate.slug(label) for label in grid}) == len(grid)
+    assert set(ablate.PAPER.get(study, {})) <= set(grid)
+
+
+def test_every_study_is_looked_at() -> None:
+    assert set(DIFFERENCES) == set(ablate.STUDIES) - {"two"}  # of the tests
+
+
+@pytest.mark.parametrize("study", ablate.STUDIES)
+@pytest.mark.parametrize("name", ["tiny", "small", "base"])
+def test_every_row_can_be_built_and_equal_flops_are_equal(study: str, name: str) -> None:
+    base = ablate.starting_point(name)
+    wanted = matmul_flops_per_token(base, VOCABULARY) * base.tokens_per_step * base.run.train_steps
+    for label, row in ablate.make_grid(study, base, VOCABULARY, "flops").items():
+        plan = make_plan(row, VOCABULARY)  # builds the networks without memory
+        assert plan.discriminator_parameters > 0
+        share = {"1/8": 1 / 8, "1/4": 1 / 4, "1/2": 1 / 2}.get(label.rpartition(", ")[2], 1)
+        assert plan.total_flops == pytest.approx(share * wanted, rel=0.01), label
+    for row in ablate.make_grid(study, base, VOCABULARY, "steps").values():
+        stages = 2 if row.objective.algorithm == "two_stage" else 1
+        assert row.run.train_steps <= stages * base.run.train_steps
+
+
+def test_rows_that_do_more_cost_more() -> None:
+    base = ablate.starting_point("small")
+    cost = {
+        label: matmul_flops_per_token(row, VOCABULARY)
+        for study in ("efficiency", "generator-size", "algorithms")
+        for label, row in ablate.make_grid(study, base, VOCABULARY, "steps").items()
+    }
+    vocabulary = 3 * 2 * 128 * (256 + VOCABULARY)  # for one token, forward and backward
+    assert cost["All-Tokens MLM"] - cost["ELECTRA"] == pytest.approx(vocabulary)
+    assert cost["ELECTRA"] == cost["ELECTRA 15%"] > cost["uniform"] == cost["unigram"]
+    assert cost["All-Tokens MLM"] > cost["Replace MLM"] > cost["BERT"] == cost["BERT, 100% [MASK]"]
+    assert cost["width 1/8"] < cost["width 1/4"] < cost["width 1"] == cost["joint, equal size"]
+    # Half of the tokens train one network, half the other, the frozen generator costs a third.
+    assert cost["two-stage"] < cost["joint, equal size"] < 2 * cost["two-stage"]
+
+
+def test_widths_that_do_not_divide_are_left_out(micro: PretrainConfig) -> None:
+    assert list(ablate.generator_size(micro)) == [  # 20 wide, 28 inside, 2 layers
+        *("width 1/4", "width 1/2", "width 3/4", "width 1", "depth 1/2", "uniform", "unigram"),
+    ]
+
+
+def test_the_warm_up_keeps_its_share_of_fewer_steps(tmp_path: Path) -> None:
+    assert ablate.starting_point("small", 500).optim.warmup_percent == 1.0
+    file = tmp_path / "half.toml"
+    file.write_text("name = 'tiny'\n[optim]\nwarmup_percent = 6\n[run]\ntrain_steps = 40\n")
+    base = ablate.starting_point(str(file))
+    assert (base.optim.warmup_percent, base.run.train_steps) == (6.0, 40)
+    assert base.encoder == recipe("tiny").encoder
+    rows = ablate.make_grid("rtd-vs-mlm", base, VOCABULARY, "steps").values()
+    assert {row.optim.warmup_percent for row in rows} == {6.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("bert-small", "", "starts from ELECTRA's settings; these are mlm, joint"),
+        ("x.toml", "[objective]\nalgorithm = 'adversarial'", "these are rtd, adversarial"),
+        ("x.toml", "[run]\nminutes = 3", "minutes"),
+        ("smal", "", "did you mean 'small'"),
+    ],
+)
+def test_what_is_not_electra_is_no_start(
+    tmp_path: Path, name: str, content: str, reason: str
+) -> None:
+    if content:
+        (tmp_path / name).write_text(content)
+        name = str(tmp_path / name)
+    with pytest.raises(ElectraError) as caught:
+        ablate.starting_point(name)
+    assert reason in str(caught.value)
+
+
+# ---------------------------------------------------------------------- running
+
+STEPS = 150
+TUNING = "epochs=1 learning-rate=5e-3 batch-size=8 length=24 device=cpu threads=1"
+
+
+def two(electra: PretrainConfig) -> ablate.Grid:
+    return {"ELECTRA": electra, "BERT": masked_lm(electra)}
+
+
+@pytest.fixture(autouse=True)
+def a_study_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ablate.STUDIES, "two", two)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """RTE with a few pairs."""
+    out, draw = tmp_path_factory.mktemp("GLUE"), random.Random(0)
+    nouns = ["river", "stone", "bird", "house", "wind"]
+    for split, n in (("train", 24), ("dev", 12)):
+        texts = [" ".join(draw.choices(nouns, k=4)) for _ in range(2 * n)]
+        (out / "RTE").mkdir(exist_ok=True)
+        names = ("entailment", "not_entailment")
+        lines = [f"{i}\t{texts[i]}\t{texts[n + i]}\t{names[i % 2]}\n" for i in range(n)]
+        head = "index\tsentence1\tsentence2\tlabel\n"
+        (out / "RTE" / f"{split}.tsv").write_text(head + "".join(lines))
+    return out
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Complete settings of a run of two seconds."""
+    values: dict[str, Any] = {
+        "name": "micro",
+        "encoder": {
+            "layers": 1,
+            "hidden_size": 20,
+            "ffn_size": 28,
+            "attention_heads": 2,
+            "embedding_size": 14,
+            "max_positions": 29,
+        },
+        "generator": {"width": 0.5},
+        "optim": {"learning_rate": 3e-3, "warmup_percent": 10.0},
+        "data": {"sequence_length": 23, "batch_size": 8},
+        "run": {
+            "train_steps": STEPS,
+            "seed": 7,
+            "device": "cpu",
+            "threads": 1,
+            "log_every": 1,
+            "eval_every": 50,
+            "eval_batches": 1,
+            "save_every": 20,
+        },
+    }
+    file = tmp_path_factory.mktemp("settings") / "micro.json"
+    file.write_text(json.dumps(values))
+    return file
+
+
+def arguments(settings: Path, corpus: Corpus, folder: Path, out: Path, *more: str) -> list[str]:
+    places = ["--corpus", corpus.path, "--data", folder, "--out", out, "--base", settings]
+    few = ["--seeds", "1", "--tuning-seeds", "2", "--tasks", "rte", "--jobs", "2"]
+    return ["ablate", "two", *map(str, places), *few, "--tuning", *TUNING.split(), *more]
+
+
+class Done(NamedTuple):
+    out: Path
+    said: str
+    obstacle: Path
+
+
+@pytest.fixture(scope="module")
+def done(
+    settings: Path, corpus: Corpus, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Done:
+    """A study whose second row cannot even begin."""
+    out = tmp_path_factory.mktemp("study") / "out"
+    obstacle = Path("bert") / "seed-7" / "pretrain" / "checkpoints"
+    (out / obstacle).mkdir(parents=True)
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setitem(ablate.STUDIES, "two", two)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        assert cli.run(arguments(settings, corpus, folder, out)) == 1
+    return Done(out, said.getvalue(), obstacle)
+
+
+def test_a_cell_that_fails_is_told_and_ends_no_other(done: Done) -> None:
+    record = json.loads((done.out / "ablate.json").read_bytes())
+    states = {cell["label"]: cell["state"] for cell in record["cells"]}
+    assert states == {"ELECTRA": "finished", "BERT": "failed: exit code 2"}
+    assert "failed: BERT, seed 7, exit code 2" in done.said
+    assert str(done.out / "bert" / "seed-7" / "log.txt") in done.said
+    assert "This directory has checkpoints but no run.json" in done.said
+    assert done.said.count("finished: ELECTRA, seed 7") == 1
+
+
+def test_the_record_tells_what_a_cell_did(done: Done, settings: Path, corpus: Corpus) -> None:
+    record = json.loads((done.out / "ablate.json").read_bytes())
+    base = ablate.starting_point(str(settings))
+    assert record["base"] == json.loads(json.dumps(to_dict(base)))
+    assert record["corpus_fingerprint"] == corpus.fingerprint
+    assert len(record["environment"]["source"]) == 16
+    cell, other = record["cells"]
+    assert (cell["differs"], other["differs"]) == ({}, BERT)
+    assert (cell["steps"], cell["tokens"]) == (STEPS, STEPS * 8 * 23)
+    here = done.out / "electra" / "seed-7"
+    assert json.loads((here / "settings.json").read_bytes()) == record["base"]
+    assert cell["state"] == "finished"
+    last = [m for m in read_metrics(here / "pretrain") if m["kind"] == "eval"][-1]
+    assert cell["held_out"] == {key: last[key] for key in ablate.CURVES}
+    assert [point["step"] for point in cell["curve"]] == [50, 100, 150]
+    assert cell["environment"]["device"]
+    results = json.loads((here / "glue" / "rte" / "results.json").read_bytes())
+    assert results["settings"]["learning_rate"] == 5e-3
+    scores = [seed["score"] for seed in results["seeds"]]
+    assert cell["scores"]["rte"]["scores"] == scores
+    assert cell["score"] == pytest.approx(sum(scores) / 2)  # the median of two
+
+
+def test_a_cell_that_is_done_starts_no_process(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[str] = []
+
+    def refuse(cell: ablate.Cell, *_: Any) -> None:
+        started.append(cell.label)
+        raise ElectraError("no process")
+
+    monkeypatch.setattr(ablate, "_Running", refuse)
+    out = shutil.copytree(done.out, tmp_path / "out")
+    command = arguments(settings, corpus, folder, out)
+    assert cli.run(command) == 2
+    assert "2 cells, 1 of them done before" in capsys.readouterr().err
+    assert started == ["BERT"]
+    monkeypatch.setitem(ablate.STUDIES, "two", lambda electra: {"ELECTRA": electra})
+    assert cli.run(command) == 0
+    assert "| `ELECTRA` | 1 of 1 |" in capsys.readouterr().out
+    assert cli.run([*command, "--tuning-seeds", "3"]) == 2  # there is more to do now
+    assert started == ["BERT", "ELECTRA"]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (["--steps", "20"], "another study: base.run.train_steps: 150 → 20"),
+        (["--equal", "flops"], "another study: equal: steps → flops"),
+        (["--tasks", "rte", "qnli"], "Not in this folder: qnli"),
+        (["--jobs", "0"], "There are 0 jobs"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_runs(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: Sequence[str],
+    reason: str,
+) -> None:
+    assert cli.run([*arguments(settings, corpus, folder, done.out), *more]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_a_wrong_setting_of_glue_is_refused_before_anything_runs(
+    settings: Path, corpus: Corpus, folder: Path, tmp_path: Path
+) -> None:
+    command = arguments(settings, corpus, folder, tmp_path / "out", "--tuning", "epoch=1")
+    with pytest.raises(SystemExit) as ended:
+        cli.run(command)
+    assert ended.value.code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_prints_the_grid_and_leaves_nothing(
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    assert cli.run(arguments(settings, corpus, folder, out, "--dry-run", "--steps", "40")) == 0
+    electra, bert = (line for line in capsys.readouterr().out.splitlines() if line[0] != " ")
+    base = ablate.starting_point(str(settings), 40)
+    for line, row in ((electra, base), (bert, masked_lm(base))):
+        plan = make_plan(row, corpus.vocab_size)
+        assert f"{plan.discriminator_parameters:,}" in line
+        assert f"{plan.total_flops:.3g} FLOPs" in line
+        assert line.endswith(" 40 steps")
+    assert not out.exists()
+
+
+def test_a_stopped_and_killed_cell_goes_on_to_the_same_weights(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shutil.copytree(done.out, tmp_path / "out")
+    here = out / "bert" / "seed-7"
+    (out / done.obstacle).rmdir()
+    command = arguments(settings, corpus, folder, out)
+
+    def until(lines: int, action: Callable[[psutil.Process], object]) -> int:
+        """The study's exit code; something happens to its cell after some lines of metrics."""
+        metrics, over, happened = here / "pretrain" / "metrics.jsonl", threading.Event(), []
+
+        def wait() -> None:
+            while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+                if over.wait(0.002):
+                    return
+            for child in psutil.Process().children():
+                if str(here) in " ".join(child.cmdline()):
+                    action(child)
+                    happened.append(child)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        code = cli.run(command)
+        over.set()
+        thread.join()
+        (child,) = happened
+        assert not child.is_running()
+        return code
+
+    assert until(10, lambda _: os.kill(os.getpid(), signal.SIGTERM)) == 75
+    assert "stopped and saved; the same command continues" in capsys.readouterr().err
+    assert "stopped and saved" in (here / "log.txt").read_text()
+    assert until(60, lambda child: child.kill()) == 1
+    assert json.loads((out / "ablate.json").read_bytes())["cells"][1]["state"] == (
+        "failed: exit code -9"
+    )
+    assert not (here / "glue").exists()
+
+    assert cli.run(command) == 0
+    assert json.loads((out / "ablate.json").read_bytes())["cells"][1]["state"] == "finished"
+    base = ablate.starting_point(str(settings))
+    pretrain(masked_lm(base), corpus, tmp_path / "whole", quiet=True)
+    last = Path("checkpoints") / f"step-{STEPS:08d}" / "model.safetensors"
+    weights = [(run / last).read_bytes() for run in (here / "pretrain", tmp_path / "whole")]
+    assert weights[0] == weights[1]
+
+
+def test_two_studies_do_not_share_a_directory_at_the_same_time(
+    done: Done, settings: Path, corpus: Corpus, folder: Path
+) -> None:
+    with ablate.exclusive(done.out):
+        assert cli.run(arguments(settings, corpus, folder, done.out)) == 2
+
+
+def test_cells_take_turns_on_the_gpus_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: PretrainConfig
+) -> None:
+    """Five cells at once on two GPUs; nothing but the environment is looked at."""
+    seen: list[str] = []
+
+    class Ended:
+        def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
+            seen.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr(ablate.subprocess, "Popen", Ended)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 5")
+    cells = [ablate.Cell(f"row {i}", micro, tmp_path) for i in range(5)]
+    ended: list[str] = []
+    ablate._run_cells(
+        cells, lambda _: [["a"]], 5, lambda: False, lambda cell, _: ended.append(cell.label)
+    )
+    assert seen == ["2", "5", "2", "5", "2"]
+    assert ended == [cell.label for cell in cells]
+
+
+def test_a_cell_that_takes_its_time_to_stop_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, micro: PretrainConfig
+) -> None:
+    """A second request would end it without saving; the next cell is not started any more."""
+    started, asked = list[str](), list[str]()
+
+    class Slow:
+        def __init__(self, command: list[str], **_: Any) -> None:
+            self.name, self.left = command[-1], 4
+            started.append(self.name)
+
+        def poll(self) -> int | None:
+            self.left -= self.name in asked
+            return None if self.left else 75
+
+        def terminate(self) -> None:
+            asked.append(self.name)
+
+    monkeypatch.setattr(ablate.subprocess, "Popen", Slow)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cells = [ablate.Cell(f"row {i}", micro, tmp_path) for i in range(3)]
+    ended: list[tuple[str, int]] = []
+    ablate._run_cells(
+        cells,
+        lambda cell: [[cell.label], ["never"]],
+        2,
+        lambda: len(started) == 2,
+        lambda cell, code: ended.append((cell.label, code)),
+    )
+    assert started == asked == ["row 0", "row 1"]
+    assert ended == [("row 0", 0), ("row 1", 0)]  # no failure
+
+
+# ---------------------------------------------------------------------- the report
+
+
+def a_cell(label: str, seed: int, scores: dict[str, list[float]], **changed: Any) -> dict[str, Any]:
+    medians = {task: sorted(values)[1] for task, values in scores.items()}
+    return {
+        "label": label,
+        "seed": seed,
+        "state": "finished",
+        "differs": {} if label == "ELECTRA" else {"objective.kind": "mlm"},
+        "steps": 1000,
+        "tokens": 128_000,
+        "flops": 2.5e15,
+        "parameters": 14_000_000,
+        "generator_parameters": 4_000_000,
+        "scores": {
+            task: {
+                "metric": "accuracy",
+                "scores": values,
+                "median": medians[task],
+                "mean": sum(values) / 3,
+                "best": max(values),
+                "std": 0.01,
+                "failed": 0,
+                "seeds": 3,
+            }
+            for task, values in scores.items()
+        },
+        "score": sum(medians.values()) / max(1, len(medians)),
+        "held_out": {"mlm_loss": 4.0, "mlm_accuracy": 0.25 + seed / 100, "disc_auc": 0.8},
+        "curve": [
+            {"step": step, "mlm_loss": 5.0, "mlm_accuracy": 0.2, "disc_auc": None}
+            for step in (500, 1000)
+        ],
+        "seconds": 10.0,
+        **changed,
+    }
+
+
+def a_study(directory: Path, cells: list[dict[str, Any]], name: str = "efficiency") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    record = {"format": 1, "study": name, "tasks": ["cola", "rte"], "cells": cells}
+    (directory / "ablate.json").write_text(json.dumps(record))
+    return directory
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    """Task means 0.60, 0.62, 0.67 and 0.59, 0.61, 0.64; of a third row nothing yet."""
+    cells: list[dict[str, Any]] = []
+    for seed, (ours, theirs) in enumerate([(0.5, 0.48), (0.54, 0.52), (0.64, 0.58)]):
+        for label, value in (("ELECTRA", ours), ("BERT", theirs)):
+            scores = {"cola": [0.1, value, 0.9], "rte": [0.7, 0.0, 0.8]}
+            cells.append(a_cell(label, seed, scores))
+    cells.append(a_cell("Replace MLM", 0, {}, state="failed: exit code 4"))
+    return a_study(tmp_path / "study", cells)
+
+
+def test_the_report_has_the_numbers_computed_by_hand(study: Path) -> None:
+    lines = report([study]).splitlines()
+    rows = {line.split(" | ")[0]: [c.strip(" |") for c in line.split(" | ")] for line in lines}
+    # Half of the interval: 4.302653 (t, 2 degrees of freedom) × 0.0361 / √3.
+    electra = rows["| `ELECTRA`"]
+    assert electra[1:5] == ["3 of 3", "63.0 ± 3.6 (54.0 to 72.0)", "–", "85.0"]
+    assert electra[5:7] == ["56.0", "70.0"]  # medians by task, mean over pre-training seeds
+    assert electra[7:] == ["2.5e+15", "1,000", "26.0", "0.800"]
+    bert = rows["| `BERT`"]
+    # 0.59, 0.61, 0.64; seed by seed 0.01, 0.01 and 0.03 below.
+    assert bert[1:5] == [
+        "3 of 3",
+        "61.3 ± 2.5 (55.1 to 67.6)",
+        "-1.7 ± 1.2 (-4.5 to 1.2)",
+        "82.2",
+    ]
+    assert rows["| `Replace MLM`"][1:7] == ["0 of 1", "–", "–", "82.4", "–", "–"]
+    assert "- `Replace MLM`, seed 0: `failed: exit code 4`" in lines
+    assert " | minus `ELECTRA` | " in lines[2]
+
+
+def test_without_a_row_of_electra_the_first_one_is_compared_with(tmp_path: Path) -> None:
+    cells = [
+        a_cell(label, 0, {"cola": [0, value, 1], "rte": [0, 0.5, 1]})
+        for label, value in (("none", 0.4), ("all weights", 0.5))
+    ]
+    shown = report([a_study(tmp_path / "study", cells, "sharing")])
+    assert " | minus `none` | " in shown
+    assert "| `none` | 1 of 1 | 45.0 | – | 83.6 |" in shown
+    assert "| `all weights` | 1 of 1 | 50.0 | 5.0 | 84.4 |" in shown
+    assert "| setting |" in report([a_study(tmp_path / "empty", [])])
+
+
+def test_the_confidence_interval_is_that_of_students_t() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(0)
+    for n in (2, 3, 4, 5, 10, 30):
+        values = [draw.gauss(0.6, 0.1) for _ in range(n)]
+        found = spread(values)
+        assert found is not None
+        assert found.std is not None
+        assert found.half is not None
+        low, high = stats.t.interval(0.95, n - 1, found.mean, found.std / n**0.5)
+        assert found.mean - found.half == pytest.approx(low, rel=1e-4, abs=1e-5)
+        assert found.mean + found.half == pytest.approx(high, rel=1e-4, abs=1e-5)
+    assert spread([]) is None
+    assert str(spread([0.5])) == "50.0"
+
+
+def test_the_csv_has_a_line_per_cell_and_task(study: Path, tmp_path: Path) -> None:
+    report([study], tmp_path / "out")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "report.csv").read_text())))
+    assert len(rows) == 6 * 2 + 1
+    assert {row["kind"] for row in rows} == {"ablate"}
+    one = rows[0]
+    assert (one["label"], one["seed"], one["task"]) == ("ELECTRA", "0", "cola")
+    assert (float(one["median"]), float(one["score"])) == (0.5, 0.6)
+    assert float(one["flops"]) == 2.5e15
+    assert float(one["mlm_accuracy"]) == 0.25
+    assert (rows[-1]["label"], rows[-1]["state"]) == ("Replace MLM", "failed: exit code 4")
+
+
+def seen_in(monkeypatch: pytest.MonkeyPatch, study: Path, out: Path) -> list[Any]:
+    """The axes of the picture that is saved."""
+    from matplotlib.figure import Figure
+
+    save, axes = Figure.savefig, list[Any]()
+
+    def look(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        axes.extend(figure.axes)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    report([study], out)
+    assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+    return axes
+
+
+def test_score_over_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [
+        a_cell(
+            f"{name}, {share}",
+            seed,
+            {"cola": [0, 0.5 + part / 4 + seed / 100, 1], "rte": [0, 0.5, 1]},
+            flops=part * cost,
+        )
+        for seed in (0, 1)
+        for name, cost in (("ELECTRA", 4e15), ("BERT", 3e15))
+        for share, part in (("1/2", 0.5), ("1", 1.0))
+    ]
+    path = a_study(tmp_path / "study", cells, "rtd-vs-mlm")
+    (axis,) = seen_in(monkeypatch, path, tmp_path / "out")
+    lines = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axis.containers}
+    assert lines["ELECTRA"] == [[2e15, pytest.approx(56.5)], [4e15, pytest.approx(62.75)]]
+    assert [x for x, _ in lines["BERT"]] == [1.5e15, 3e15]
+
+
+def test_score_over_generator_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"width 1": 0.6, "width 1/4": 0.7, "depth 1/2": 0.65, "uniform": 0.4, "_$x$": 0.5}
+    cells = [
+        a_cell(label, 0, {"cola": [0, value, 1], "rte": [0, value, 1]})
+        for label, value in sizes.items()
+    ]
+    path = a_study(tmp_path / "study", cells, "generator-size")
+    (axis,) = seen_in(monkeypatch, path, tmp_path / "out")
+    lines = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axis.containers}
+    assert lines == {
+        "width": [[0.25, pytest.approx(70)], [1.0, pytest.approx(60)]],
+        "depth": [[0.5, pytest.approx(65)]],
+    }
+    heights = [line.get_ydata()[0] for line in axis.lines if line.get_linestyle() == ":"]
+    assert heights == pytest.approx([40, 50])
+
+
+def test_learning_curves_of_algorithms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {"cola": [0, 0.5, 1], "rte": [0, 0.5, 1]}
+    cells = [a_cell(label, 0, scores) for label in ("joint", "adversarial")]
+    cells.append(a_cell("two-stage", 0, {}, state="not finished"))
+    path = a_study(tmp_path / "study", cells, "algorithms")
+    _, accuracy, auc = seen_in(monkeypatch, path, tmp_path / "out")
+    assert [line.get_label() for line in accuracy.lines] == ["joint", "adversarial"]
+    assert accuracy.lines[0].get_xydata().tolist() == [[500, 0.2], [1000, 0.2]]
+    assert not auc.lines
+    assert "MLM accuracy 58 %" in report([path])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"cells": 3},
+        {"cells": [{"label": "x"}]},
+        {"cells": [a_cell("x", 0, {"cola": [0, 0.5, 1]})]},  # no RTE
+        {"tasks": None},
+        {"cells": [a_cell("x", 0, {"cola": [0, 1, 1], "rte": [0, 1, 1]}, score=float("nan"))]},
+    ],
+    ids=["format", "cells", "half a cell", "a task", "tasks", "no number"],
+)
+def test_a_damaged_record_is_refused(study: Path, change: dict[str, Any]) -> None:
+    file = study / "ablate.json"
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | change))
+    with pytest.raises(CorruptError) as caught:
+        report([study])
+    assert str(file) in caught.value.where
+
+
+# ---------------------------------------------------------------------- the paper map
+
+
+def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:
+    import importlib
+
+    page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"`([^`\n]+)`", page)
+    modules = {p.stem for p in (ROOT / "electra").glob("*.py")}
+    symbols = [q for q in quoted if re.fullmatch(r"\w+(\.\w+)+", q) and q.split(".")[0] in modules]
+    assert len(symbols) > 40
+    for symbol in symbols:
+        module, *names = symbol.split(".")
+        if names == ["py"]:
+            continue
+        thing: Any = importlib.import_module(f"electra.{module}")
+        for name in names:
+            fields = getattr(thing, "__dataclass_fields__", {})
+            assert hasattr(thing, name) or name in fields, symbol
+            thing = getattr(thing, name, None)
+    commands = [q.split() for q in quoted if q.startswith("electra ")]
+    assert len(commands) > 10
+    for _, command, *words in commands:
+        assert command in cli.COMMANDS, command
+        if command == "ablate" and words:
+            assert words[0] in ablate.STUDIES
+    dotted = {
+        f"{group}.{name}"
+        for group, values in to_dict(PretrainConfig()).items()
+        if isinstance(values, dict)
+        for name in values
+    }
+    for setting in re.findall(r"--((?:objective|generator|optim|run|data|encoder)\.[\w-]+)", page):
+        assert setting.replace("-", "_") in dotted, setting
+    for name in re.findall(r"recipe `([^`]+)`", page):
+        recipe(name)
+    for file in re.findall(r"`((?:results|tests|docs|benchmarks)/[\w./-]+)`", page):
+        assert (ROOT / file).exists(), file
