@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .config import PretrainConfig, from_dict, read_settings_file, to_dict
-from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped
+from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped, StopRequest
 from .files import exclusive, json_bytes, read_json, reading, storage_errors, write_atomic
 from .recipes import RECIPES, masked_lm, recipe
 
@@ -267,7 +267,7 @@ def ablate(
     from .corpus import Corpus
     from .plan import make_plan
     from .pretrain import check_fits, differences
-    from .runtime import StopRequest, source
+    from .runtime import source
     from .tasks import available
 
     if missing := [task for task in tasks if task not in available(data)]:
@@ -302,6 +302,7 @@ def ablate(
                     "steps": cell.config.run.train_steps,
                     "tokens": plan.total_tokens,
                     "flops": plan.total_flops,
+                    "paper_flops": plan.paper_flops,
                     "parameters": plan.discriminator_parameters,
                     "generator_parameters": plan.generator_parameters,
                     **(result or {}),

@@ -494,7 +494,9 @@ class AblateCommand:
         counts = {"seeds": self.seeds, "tuning-seeds": self.tuning_seeds, "jobs": self.jobs}
         for name, count in {**counts, "tasks": len(self.tasks)}.items():
             if count < 1:
-                raise ElectraError(f"There are {count} {name}.", where=f"--{name}", fix="use some")
+                raise ElectraError(
+                    f"There are {count} {name}.", where=f"--{name}", fix="use 1 or more"
+                )
         base = starting_point(self.base, self.steps)
         if self.dry_run:
             print(describe(self.study, base, Corpus.open(self.corpus).vocab_size, self.equal))

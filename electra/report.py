@@ -420,7 +420,7 @@ def _study_figures(study: _Study) -> list[Callable[[Any], None]]:
 
     def by_setting(axis: Any) -> None:
         for i, (key, cells) in enumerate(study.rows.items()):
-            points(axis, {key: i}, key, linestyle="none")
+            points(axis, {key: i}, "", linestyle="none")
             scores = [100 * score for score in _values(cells, "score")]
             axis.scatter([i] * len(scores), scores, color="grey", s=9, zorder=3)
         axis.set_xticks(

@@ -83,6 +83,10 @@ class Place(NamedTuple):
         given = ["--model", self.made.export, "--data", data, "--out", self.out, "--quiet"]
         return ["finetune", *given, "--device", "cpu", "--threads", "1", *more]
 
+    def ablate(self, *more: str) -> Args:
+        given = ["--corpus", self.made.corpus, "--data", self.here, "--out", self.out]
+        return ["ablate", more[0], *given, *more[1:]]
+
     def predict(self, given: str | Path, *more: str | Path) -> Args:
         return ["predict", "--model", self.made.tuned, "--input", given, *more]
 
@@ -365,6 +369,13 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("predict", "the output cannot be written"): lambda p: p.predict(
         "a river", "--out", p.file("mine", "") / "a.csv"
     ),
+    # ablate
+    ("ablate", "the study is not known"): lambda p: p.ablate("efficency", "--dry-run"),
+    ("ablate", "it does not start from ELECTRA"): lambda p: p.ablate(
+        "sharing", "--base", "bert-small"
+    ),
+    ("ablate", "a task is not there"): lambda p: p.ablate("sharing"),
+    ("ablate", "there is nothing to do"): lambda p: p.ablate("sharing", "--seeds", "0"),
     # report, detect, demo
     ("report", "there is no run"): lambda p: ["report", p.here],
     ("report", "a record is damaged"): damaged_results,
