@@ -266,7 +266,7 @@ def ablate(
     """
     from .corpus import Corpus
     from .plan import make_plan
-    from .pretrain import check_fits, differences
+    from .rundir import check_fits, differences
     from .runtime import source
     from .tasks import available
 
@@ -453,7 +453,7 @@ CURVES = ("mlm_loss", "mlm_accuracy", "disc_auc")
 
 
 def _finite(value: Any) -> float | None:
-    """A unigram generator gives a token that training never showed no probability at all."""
+    """What is not finite is a word in metrics.jsonl."""
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
