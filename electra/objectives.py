@@ -3,9 +3,9 @@
 | paper                                 | class                  | what the kept encoder learns    |
 |---------------------------------------|------------------------|---------------------------------|
 | section 2, replaced token detection   | ReplacedTokenDetection | every token: original or not    |
-| 3.4, ELECTRA 15 %, and its control    | the same               | the masked, or 15 % other, ones |
-| 3.4, Replace MLM                      | ReplaceMLM             | masked tokens from x_corrupt    |
-| 3.4, All-Tokens MLM                   | AllTokensMLM           | every token, or to copy it      |
+| 3.5, ELECTRA 15 %, and its control    | the same               | the masked, or 15 % other, ones |
+| 3.5, Replace MLM                      | ReplaceMLM             | masked tokens from x_corrupt    |
+| 3.5, All-Tokens MLM                   | AllTokensMLM           | every token, or to copy it      |
 | 3.3, BERT baseline                    | MaskedLM               | masked tokens from x_masked     |
 | 3.2 and appendix F, adversarial       | Adversarial            | as RTD; the generator differs   |
 | Electric (Clark et al. 2020b)         | Electric               | an energy for every token       |
