@@ -37,7 +37,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from . import __version__, heads, tasks
+from . import __version__, heads, tasks, tf_checkpoint
 from .config import EncoderConfig, PretrainConfig, Sharing, from_dict, read_settings_file, to_dict
 from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead
 from .errors import CorruptError, ElectraError
@@ -146,6 +146,7 @@ class Pretrained:
     discriminator: Network | None
     generator: Network | None
     tokenizer: Tokenizer | None
+    note: str = ""  # on what else the files hold
 
     def network(self, kind: Kind) -> Network:
         """The network of that kind; an error that says so when it is not there."""
@@ -514,7 +515,7 @@ def _without_dense_head(tensors: Tensors) -> Tensors:
 
 
 def load_pretrained(path: Path) -> Pretrained:
-    """The networks of an export, of one transformers directory, or of a run's newest checkpoint."""
+    """The networks of an export, a transformers directory, a run or a TensorFlow checkpoint."""
     return _load(Path(path), with_heads=True)
 
 
@@ -531,8 +532,8 @@ def load_encoder(path: Path) -> LoadedEncoder:
     network = pretrained.discriminator or pretrained.network("generator")
     encoder = _part(network.tensors, "encoder.").items()
     tensors = {name.removeprefix("encoder."): tensor for name, tensor in encoder}
-    tokenizer = pretrained.needed_tokenizer()
-    return LoadedEncoder(network.config, network.vocab_size, tensors, tokenizer, str(path))
+    tokenizer, text = pretrained.needed_tokenizer(), f"{path} {pretrained.note}".rstrip()
+    return LoadedEncoder(network.config, network.vocab_size, tensors, tokenizer, text)
 
 
 def load_finetuned(path: Path) -> FineTuned:
@@ -591,27 +592,35 @@ def _read_record(directory: Path) -> dict[str, Any]:
 def _load(path: Path, *, with_heads: bool) -> Pretrained:
     places = (path, path / "discriminator", path / "generator")
     directories = [place for place in places if (place / "config.json").is_file()]
-    tokenizer: Tokenizer | None = None
+    tokenizer, beside, note = None, None, ""
     if (path / "run.json").is_file():
         from .rundir import load_run  # as in export_run
 
         run = load_run(path)
         networks, tokenizer = networks_of(run.objective), Tokenizer.load(run.tokenizer_dir)
+    elif prefix := tf_checkpoint.find(path):
+        found, note = tf_checkpoint.read_networks(prefix)
+        networks = tuple(
+            _network(prefix, *_read_config(prefix, values), tensors, with_heads=with_heads)
+            for values, tensors in found
+        )
+        beside = prefix.parent
     elif directories:
         networks = tuple(_read_network(place, with_heads=with_heads) for place in directories)
-        if any((directories[0] / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
-            tokenizer = Tokenizer.load(directories[0])
+        beside = directories[0]
     else:
         what = "This is no model: no config.json, neither here nor in discriminator and generator."
         fix = "give a run, an export, or a directory written by transformers' save_pretrained"
         raise ElectraError(what, where=str(path), fix=fix)
+    if beside and any((beside / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
+        tokenizer = Tokenizer.load(beside)
     smallest = min(network.vocab_size for network in networks)
     if tokenizer is not None and tokenizer.vocab_size > smallest:
         what = f"The tokenizer has {tokenizer.vocab_size} tokens, the model embeds only {smallest}."
         fix = "use the tokenizer the model was trained with"
         raise ElectraError(what, where=str(path), fix=fix)
-    found = {network.kind: network for network in networks}
-    return Pretrained(path, found.get("discriminator"), found.get("generator"), tokenizer)
+    d, g = (next((n for n in networks if n.kind == k), None) for k in get_args(Kind))
+    return Pretrained(path, d, g, tokenizer, note)
 
 
 def load_discriminator(path: Path) -> tuple[Encoder, DiscriminatorHead, Tokenizer]:
@@ -639,9 +648,16 @@ def _read_tensors(path: Path) -> Tensors:
 
 
 def _read_network(directory: Path, *, with_heads: bool) -> Network:
-    """The one network of a transformers directory; its tensors tell which one it is."""
-    config, vocab_size = _read_config(directory / "config.json")
-    given = _read_tensors(directory / "model.safetensors")
+    """The one network of a transformers directory."""
+    path, place = directory / "config.json", directory / "model.safetensors"
+    sizes = _read_config(path, read_settings_file(path))
+    return _network(place, *sizes, _read_tensors(place), with_heads=with_heads)
+
+
+def _network(
+    place: Path, config: EncoderConfig, vocab_size: int, given: Tensors, *, with_heads: bool
+) -> Network:
+    """The network that transformers has under these names; they tell which one it is."""
     kind: Kind = "generator" if _part(given, "generator_") else "discriminator"
     table = given.pop(_TABLE, None)
     # What our writer makes of an empty network is what has to be there.
@@ -658,22 +674,22 @@ def _read_network(directory: Path, *, with_heads: bool) -> Network:
     for name, tensor in expected.items():
         found, wanted = tuple(given.get(name, tensor).shape), tuple(tensor.shape)
         if found != wanted:
-            problems.append(f"{name} has shape {found}, config.json says {wanted}")
+            problems.append(f"{name} has shape {found}, the sizes say {wanted}")
     if table is not None and not torch.equal(table, given.get(_WORDS, table)):
         problems.append(f"{_TABLE} differs from the word embeddings, which have to be tied to it")
     if problems:
         what = f"The tensors do not fit; {', '.join(problems[:9])}."
-        files = "config.json and model.safetensors"
-        fix = f"give {files} of one and the same ElectraForPreTraining or ElectraForMaskedLM"
-        raise ElectraError(what, where=str(directory / "model.safetensors"), fix=fix)
+        fix = "give settings and tensors of one and the same ElectraForPreTraining or "
+        fix += "ElectraForMaskedLM; of a fine-tuned model, only the encoder can be used"
+        raise ElectraError(what, where=str(place), fix=fix)
     tensors = {name: torch.cat([given[part] for part in _names(kind, name)]) for name in empty}
     tensors = _without_dense_head(tensors) if with_heads else tensors
     return Network(kind, config, vocab_size, tensors)
 
 
-def _read_config(path: Path) -> tuple[EncoderConfig, int]:
+def _read_config(path: Path, values: dict[str, Any]) -> tuple[EncoderConfig, int]:
     """Encoder settings and vocabulary size of a transformers config.json."""
-    values = {"vocab_size": 30522, **read_settings_file(path)}
+    values = {"vocab_size": 30522, **values}
     vocab_size = values["vocab_size"]
     wrong = [key for key, only in _FIXED.items() if values.get(key, only) != only]
     if type(vocab_size) is not int or not 1 <= vocab_size < 1 << 31:

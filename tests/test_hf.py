@@ -583,7 +583,7 @@ def refused(directory: Path, *words: str) -> None:
         ({"num_hidden_layers": 4}, "missing: electra.encoder.layer.3"),
         ({"num_hidden_layers": 2}, "unknown: electra.encoder.layer.2"),
         ({"embedding_size": 22}, "unknown: electra.embeddings_project"),
-        ({"vocab_size": 40}, "(41, 14), config.json says (40, 14)"),
+        ({"vocab_size": 40}, "(41, 14), the sizes say (40, 14)"),
     ],
 )
 def test_settings_that_cannot_be_read(values: dict[str, Any], word: str, saved: Path) -> None:
