@@ -229,7 +229,7 @@ class PretrainCommand:
     force: bool = False
     """Continue although settings that make it another experiment, or the corpus, have changed."""
     init: Path | None = None
-    """Start from the networks of an export or a transformers ELECTRA directory."""
+    """Start from the networks of an export, a transformers ELECTRA or a TensorFlow checkpoint."""
     profile: Profile = "best"
     """How the points are read on which paper and released code differ."""
     config: Path | None = None
@@ -319,11 +319,27 @@ class ExportCommand:
     def run(self) -> None:
         from .hf import export_run
 
-        report = export_run(self.run_directory, self.out)
-        for directory in report.directories:
-            print(directory)
-        for check in report.checks:
-            print(f"checked: {check}")
+        _print_export(export_run(self.run_directory, self.out))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportCommand:
+    """Write a model of transformers or of Google's TensorFlow code as `electra export` does."""
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A transformers ELECTRA, or a TensorFlow checkpoint: its folder or FOLDER/model.ckpt-N."""
+    out: Path
+    """Gets the folders discriminator and generator, as far as the model has them."""
+    tokenizer: Path | None = None
+    """Its vocab.txt or tokenizer.json, if that is not beside it."""
+    allow_bin: bool = False
+    """Also read a pytorch_model.bin: a pickle, read apart and with nothing but tensors in it."""
+
+    def run(self) -> None:
+        from .hf import import_model
+
+        options: dict[str, Any] = {"tokenizer": self.tokenizer, "allow_bin": self.allow_bin}
+        _print_export(import_model(self.model, self.out, **options))
 
 
 TuneSettings = Annotated[FinetuneConfig, tyro.conf.arg(name="")]
@@ -339,7 +355,7 @@ class FinetuneCommand:
     """Fine-tune on a task of GLUE, SQuAD or your own data; the same command again continues."""
 
     model: Path
-    """An export, a run of `electra pretrain` or `electra finetune`, or a transformers ELECTRA."""
+    """An export, a run, a transformers ELECTRA or a TensorFlow checkpoint (model.ckpt-N)."""
     data: Path
     """The GLUE or SQuAD folder, or your csv, tsv, jsonl, parquet or CoNLL file or folder."""
     out: Path
@@ -593,6 +609,7 @@ Command = (
     | PlanCommand
     | PretrainCommand
     | ExportCommand
+    | ImportCommand
     | FinetuneCommand
     | GlueCommand
     | PredictCommand
@@ -610,6 +627,7 @@ COMMANDS: dict[str, type[Command]] = {
     "plan": PlanCommand,
     "pretrain": PretrainCommand,
     "export": ExportCommand,
+    "import": ImportCommand,
     "finetune": FinetuneCommand,
     "glue": GlueCommand,
     "predict": PredictCommand,
@@ -753,6 +771,10 @@ def _prepare(inputs: Sequence[str], tokenizer: Any, out: Path, **settings: Any) 
             inputs, tokenizer, out, progress=status.update, should_stop=stop, **settings
         )
     print(manifest.summary())
+
+
+def _print_export(report: Any) -> None:
+    print(*report.directories, *(f"checked: {check}" for check in report.checks), sep="\n")
 
 
 def _batch_memory(plan: Any, settings: PretrainConfig) -> float:

@@ -15,7 +15,8 @@ wrote. Goes out: what was pre-trained, or the model of a task,
 or the same tensors under our own names, from which training continues (`load_pretrained`,
 `load_encoder`) and inference starts (`load_finetuned`). A directory is read back and compared
 before it takes its name; transformers, if it is installed, has to compute the same logits and the
-same token ids. Only safetensors and JSON are ever read, never a pickle.
+same token ids. Only safetensors and JSON are read, and TensorFlow's checkpoints; a pickle only by
+`import_model`, when it is told to.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import hashlib
 import importlib
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +36,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load as from_safetensors
 from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
@@ -303,15 +307,32 @@ def export(
 
     An earlier export at `out` is replaced; anything else there is left alone, with an error.
     """
-    networks, tokenizer = networks_of(objective), Tokenizer.load(tokenizer_dir)
+    tokenizer = Tokenizer.load(tokenizer_dir)
     record = {"version": __version__, "step": step, "config": to_dict(config)}
-    record["tokenizer_hash"] = tokenizer.hash
     steps = "steps" if step is None else f"{step:,} steps"
     text = f"Trained for {steps} of {config.data.batch_size} × {config.data.sequence_length} tokens"
+    return _export(networks_of(objective), tokenizer, out, record, f"{text}.")
+
+
+def import_model(
+    path: Path, out: Path, *, tokenizer: Path | None = None, allow_bin: bool = False
+) -> ExportReport:
+    """Write what `load_pretrained` reads as an export; allow_bin: from a pickle, if need be."""
+    model = _load(path, with_heads=True, allow_bin=allow_bin)
+    own = Tokenizer.load(tokenizer) if tokenizer else model.needed_tokenizer()
+    networks = tuple(n for n in (model.discriminator, model.generator) if n)
+    record = {"version": __version__, "imported_from": str(path)}
+    return _export(networks, own, out, record, f"Imported from {code(path.name)}.")
+
+
+def _export(
+    networks: tuple[Network, ...], tokenizer: Tokenizer, out: Path, record: Any, text: str
+) -> ExportReport:
+    record = {**record, "tokenizer_hash": tokenizer.hash}
     differences: list[float] = []
     with _replacing(out) as temporary:
         for network in networks:
-            _write(temporary / network.kind, network, tokenizer, f"{text}.")
+            _write(temporary / network.kind, network, tokenizer, text)
         write_atomic(temporary / "electra.json", json_bytes(record, indent=1))
         again = load_pretrained(temporary)
         for network in networks:
@@ -589,7 +610,7 @@ def _read_record(directory: Path) -> dict[str, Any]:
     return record
 
 
-def _load(path: Path, *, with_heads: bool) -> Pretrained:
+def _load(path: Path, *, with_heads: bool, allow_bin: bool = False) -> Pretrained:
     places = (path, path / "discriminator", path / "generator")
     directories = [place for place in places if (place / "config.json").is_file()]
     tokenizer, beside, note = None, None, ""
@@ -606,7 +627,8 @@ def _load(path: Path, *, with_heads: bool) -> Pretrained:
         )
         beside = prefix.parent
     elif directories:
-        networks = tuple(_read_network(place, with_heads=with_heads) for place in directories)
+        options = {"with_heads": with_heads, "allow_bin": allow_bin}
+        networks = tuple(_read_network(place, **options) for place in directories)
         beside = directories[0]
     else:
         what = "This is no model: no config.json, neither here nor in discriminator and generator."
@@ -641,17 +663,39 @@ def _read_tensors(path: Path) -> Tensors:
     except (SafetensorError, OSError) as error:
         fix = "get the file again"
         if pickles := sorted(p.name for p in path.parent.glob("*.bin")):
-            fix = f"{pickles[0]} is a pickle, which can run code and is never read: if you trust "
-            fix += "it, let transformers write model.safetensors: from_pretrained, save_pretrained"
+            fix = (
+                f"{pickles[0]} is a pickle, which can run code: if you trust it, `electra import` "
+            )
+            fix += (
+                "with --allow-bin makes model.safetensors of it, or transformers' save_pretrained"
+            )
         what = f"The weights cannot be read: {error}."
         raise ElectraError(what, where=str(path), fix=fix) from error
 
 
-def _read_network(directory: Path, *, with_heads: bool) -> Network:
+def _read_network(directory: Path, *, with_heads: bool, allow_bin: bool) -> Network:
     """The one network of a transformers directory."""
     path, place = directory / "config.json", directory / "model.safetensors"
     sizes = _read_config(path, read_settings_file(path))
-    return _network(place, *sizes, _read_tensors(place), with_heads=with_heads)
+    pickled = directory / "pytorch_model.bin"
+    if allow_bin and pickled.is_file() and not place.exists():
+        place, tensors = pickled, _unpickled(pickled)
+    else:
+        tensors = _read_tensors(place)
+    return _network(place, *sizes, tensors, with_heads=with_heads)
+
+
+def _unpickled(path: Path) -> Tensors:
+    """The tensors of a pickle, read by a process that can do little else (unpickle.py)."""
+    command = [sys.executable, "-I", str(Path(__file__).with_name("unpickle.py")), str(path)]
+    done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
+    try:
+        return {n: t.float() for n, t in from_safetensors(done.stdout).items()}
+    except SafetensorError as error:
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        what = f"The weights cannot be read: {last[:300]!a}."
+        fix = "get the file again, or a model.safetensors"
+        raise ElectraError(what, where=str(path), fix=fix) from error
 
 
 def _network(

@@ -186,7 +186,8 @@ def _read_index(path: Path) -> dict[str, bytes]:
             if (entries and key <= last) or len(entries) >= _MAX_ENTRIES:
                 raise ValueError("names are not in order, or too many")
             last = key
-            entries[key.decode("utf-8", "backslashreplace")] = value
+            name = key.decode("utf-8", "backslashreplace")
+            entries[name if name.isprintable() else ascii(name)] = value
     return entries
 
 

@@ -211,6 +211,7 @@ COMMANDS = {
     "prepare": ["--input", "/none", "--tokenizer", "/none"],
     "pretrain": ["tiny", "--corpus", "/none"],
     "export": ["/none"],
+    "import": ["/none"],
     "finetune": ["--model", "/none", "--data", "/none"],
     "glue": ["--model", "/none", "--data", "/none"],
     "predict": ["--model", "/none", "--input", "/none"],

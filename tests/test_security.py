@@ -220,7 +220,13 @@ def forbidden_in(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "electra").rglob("*.py")), ids=lambda p: p.name)
 def test_no_module_unpickles_evaluates_or_unpacks(path: Path) -> None:
-    assert not forbidden_in(path.read_text(encoding="utf-8"))
+    source = path.read_text(encoding="utf-8")
+    found = [what.partition(": ")[2] for what in forbidden_in(source)]
+    if path.name == "unpickle.py":  # the one place, in a process of its own, by an explicit flag
+        assert found == ["torch.load"]
+        assert 'torch.load(path, map_location="cpu", weights_only=True)' in source
+    else:
+        assert not found
 
 
 @pytest.mark.parametrize(

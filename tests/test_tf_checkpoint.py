@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import settings as example_settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from electra import cli, hf
@@ -450,6 +452,105 @@ def test_commands_take_a_checkpoint(
     assert cli.run(["finetune", "--model", prefix, *tune]) == 0
 
 
+def test_import_writes_an_export(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = google(tmp_path / "m", config_of("embeddings"), tokenizer)
+    (tmp_path / "m" / "vocab.txt").rename(tmp_path / "vocab.txt")
+    command = ["import", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+    assert cli.run(command) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+    assert cli.run([*command, "--tokenizer", str(tmp_path / "vocab.txt")]) == 0
+    assert "read back bit for bit" in capsys.readouterr().out
+    found = hf.load_pretrained(tmp_path / "out")
+    for kind, network in written.items():
+        assert_same(getattr(found, kind).tensors, network.tensors)
+    assert found.needed_tokenizer().hash == tokenizer.hash
+
+
+# ---------------------------------------------------------------------- a pickle
+
+
+@pytest.fixture
+def pickled(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An export whose discriminator is a .bin."""
+    monkeypatch.setattr(hf, "_compare", lambda *_: [])
+    google(tmp_path / "m", config_of("embeddings"), tokenizer)
+    hf.import_model(tmp_path / "m", tmp_path / "export")
+    directory = tmp_path / "export" / "discriminator"
+    weights = directory / "model.safetensors"
+    torch.save(load_file(weights), directory / "pytorch_model.bin")
+    weights.rename(tmp_path / "weights")
+    return directory
+
+
+def test_a_bin_is_read_by_an_explicit_flag(pickled: Path, tmp_path: Path) -> None:
+    command = ["import", str(pickled), "--out", str(tmp_path / "out")]
+    assert cli.run(command) == 2
+    assert cli.run([*command, "--allow-bin"]) == 0
+    found = load_file(tmp_path / "out" / "discriminator" / "model.safetensors")
+    assert_same(found, load_file(tmp_path / "weights"))
+
+
+class Payload:
+    """Unpickling it creates a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.canary), "w")
+
+
+@pytest.mark.parametrize("how", ["payload", "legacy", "pickle", "large", "no tensors", "cut off"])
+def test_a_hostile_bin_does_nothing(
+    how: str, pickled: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, payload = pickled / "pytorch_model.bin", Payload(tmp_path / "canary")
+    if how in ("payload", "legacy"):
+        torch.save({"a": payload}, path, _use_new_zipfile_serialization=how == "payload")
+    elif how == "pickle":
+        path.write_bytes(pickle.dumps(payload))
+    elif how == "large":
+        torch.save({"a": torch.zeros(1).expand(10**10)}, path)
+    elif how == "no tensors":
+        torch.save([1, 2], path)
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    told = ["import", str(pickled), "--out", str(tmp_path / "out"), "--allow-bin"]
+    assert cli.run(told) == 2
+    error = capsys.readouterr().err
+    assert "pytorch_model.bin" in error
+    assert "Traceback" not in error
+    assert not (tmp_path / "canary").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(PATH, 'w')",
+        "import os; os.remove(__file__)",
+        "import subprocess; subprocess.run(['true'])",
+        "import socket; socket.create_connection(('127.0.0.1', 9))",
+        "import os; os.fork()",
+    ],
+)
+def test_the_process_that_reads_a_pickle_can_do_little(code: str, tmp_path: Path) -> None:
+    """Even if torch's reader had a fault: here in the place of that reader."""
+    file = tmp_path / "x.bin"
+    torch.save({"a": torch.ones(2)}, file)
+    fake = f"PATH = {str(tmp_path / 'made')!r}\n__file__ = {str(file)!r}\n{code}\n"
+    start = f"import sys, torch\nsys.path.insert(0, {str(Path(hf.__file__).parent)!r})\n"
+    start += "import unpickle, subprocess, socket\n"
+    start += f"torch.load = lambda *a, **k: exec({fake!r}, {{}})\nunpickle.main({str(file)!r})\n"
+    done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True, timeout=60)
+    assert "wants to do more than be read" in done.stderr
+    assert done.returncode == 1
+    assert file.exists()
+    assert not (tmp_path / "made").exists()
+
+
 # ---------------------------------------------------------------------- damage
 
 
@@ -615,6 +716,15 @@ def test_a_block_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", {"a": torch.ones(2)}, again=2)
     with pytest.raises(CorruptError, match="blocks overlap"):
         read_bundle(prefix)
+
+
+def test_every_byte_of_the_footer_counts(tmp_path: Path) -> None:
+    shutil.copytree(REAL, tmp_path / "m")
+    index = tmp_path / "m" / "model.ckpt-0.index"
+    data = index.read_bytes()
+    for i in range(1, 49):
+        index.write_bytes(data[:-i] + bytes([data[-i] ^ 1]) + data[len(data) - i + 1 :])
+        assert isinstance(read(tmp_path / "m" / "model.ckpt-0"), CorruptError), i
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
