@@ -33,7 +33,7 @@ Tensors = dict[str, Tensor]
 
 _AGAIN = "copy all files of the checkpoint again"
 _MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
-_FOOTER, _MAX_INDEX = 48, 1 << 24  # bytes; the index of a large model in training has 0.2 MB
+_FOOTER, _MAX_INDEX = 48, 1 << 22  # bytes; the index of a large model in training has 0.2 MB
 _MAX_KEY, _MAX_ENTRIES = 1 << 10, 1 << 16
 _DTYPES = {1: torch.float32, 3: torch.int32, 9: torch.int64, 14: torch.bfloat16, 19: torch.float16}
 _SETTINGS = ("bert_config.json", "config.json")
@@ -176,11 +176,11 @@ def _read_index(path: Path) -> dict[str, bytes]:
     list(_block(table, places[0], places[1], path))
     entries: dict[str, bytes] = {}
     behind, last = 0, b""
-    for _, handle in _block(table, places[2], places[3], path):
+    for count, (_, handle) in enumerate(_block(table, places[2], places[3], path)):
         offset, at = _varint(handle, 0)
         size, _ = _varint(handle, at)
-        if offset < behind:
-            raise ValueError("blocks overlap")
+        if offset < behind or count >= _MAX_ENTRIES:
+            raise ValueError("blocks overlap, or are too many")
         behind = offset + size
         for key, value in _block(table, offset, size, path):
             if (entries and key <= last) or len(entries) >= _MAX_ENTRIES:

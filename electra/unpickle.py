@@ -29,7 +29,8 @@ def main(path: str) -> None:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (60 + size // 10**6,) * 2)  # seconds
+    seconds = 60 + size // 10**6
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     limit = pages * resource.getpagesize() + 8 * size + _ROOM
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     sys.dont_write_bytecode = True

@@ -605,7 +605,7 @@ def test_no_model_at_all(tmp_path: Path) -> None:
 def test_a_pickle_is_refused(saved: Path) -> None:
     (saved / "model.safetensors").unlink()
     (saved / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    refused(saved, "No such file", "can run code and is never read")
+    refused(saved, "No such file", "can run code")
 
 
 def test_damaged_weights(saved: Path) -> None:
