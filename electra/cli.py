@@ -315,11 +315,18 @@ class ExportCommand:
     """A run of `electra pretrain`."""
     out: Path
     """Gets the folders discriminator and generator."""
+    sentence_transformers: bool = False
+    """Add to the first of them what makes it one that SentenceTransformer loads as well."""
 
     def run(self) -> None:
         from .hf import export_run
 
-        _print_export(export_run(self.run_directory, self.out))
+        report = export_run(self.run_directory, self.out)
+        if self.sentence_transformers:
+            from .embed import for_sentence_transformers
+
+            for_sentence_transformers(report.directories[0])
+        _print_export(report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -575,6 +582,84 @@ class DetectCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbedCommand:
+    """Turn each line of a text file into a vector; a line without text into zeros."""
+
+    model: Path
+    """An export, a transformers ELECTRA, or a run."""
+    input: str
+    """A UTF-8 file, also .gz .bz2 .xz .zst, or - for what is piped in."""
+    out: Path
+    """The vectors: .npy, or .parquet with a column vector."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """The mean over a line's tokens with [CLS] and [SEP], or the state of [CLS]."""
+    length: int | None = None
+    """Tokens of a line that are read; default: 128, or what the model reads."""
+    batch_tokens: int | None = None
+    """Tokens that are computed together; default: 4,096, on a GPU 65,536."""
+    threads: int | None = None
+    """Batches computed at the same time on a CPU; default: one per core."""
+    quiet: bool = False
+    """Show no progress."""
+
+    def run(self) -> int:
+        from rich.console import Console
+
+        from .embed import embed_file
+
+        console = Console(file=sys.stderr, highlight=False, quiet=self.quiet)
+        try:
+            with StopRequest() as stop, console.status("reading …") as status:
+                done = embed_file(
+                    self.model,
+                    self.input,
+                    self.out,
+                    should_stop=stop,
+                    progress=status.update,
+                    pooling=self.pooling,
+                    length=self.length,
+                    batch_tokens=self.batch_tokens,
+                    threads=self.threads,
+                )
+        except Stopped:
+            print("electra: stopped; no vectors were written", file=sys.stderr)
+            return EXIT_STOPPED
+        print(f"{done.lines:,} vectors of {done.width} numbers in {self.out}")
+        if done.empty:
+            print(f"{done.empty:,} of them are zeros: their lines hold no token")
+        return EXIT_OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxCommand:
+    """Write an exported or fine-tuned model as ONNX and check it in onnxruntime (extra onnx)."""
+
+    model: Path
+    """An export, a run of `electra finetune`, or a transformers ELECTRA."""
+    out: Path | None = None
+    """A directory for model.onnx, config.json and the tokenizer; default: beside the model."""
+    part: Literal["model", "encoder"] = "model"
+    """The whole model, or the encoder alone, which gives last_hidden_state."""
+    int8: bool = False
+    """Also write model_quantized.onnx, with weights of 8 bits, and tell what that costs."""
+    data: Path | None = None
+    """Labelled rows on which a classifier's accuracy is compared with that of int8."""
+
+    def run(self) -> None:
+        from .onnx_export import export_onnx
+
+        report = export_onnx(self.model, self.out, part=self.part, int8=self.int8, data=self.data)
+        for file in report.files:
+            print(f"{file} ({file.stat().st_size / 1e6:,.1f} MB)")
+        print(f"checked: outputs within {report.difference:.1e} in onnxruntime")
+        cost = report.int8
+        if cost:
+            print(f"int8: outputs within {cost['largest']:.2g}, {cost['mean']:.2g} on average")
+        if "accuracy" in cost:
+            print(f"int8: accuracy {cost['accuracy_int8']:.2%}, before {cost['accuracy']:.2%}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoCommand:
     """Train, try and compare a tiny ELECTRA on real English text: offline, in a few minutes."""
 
@@ -616,6 +701,8 @@ Command = (
     | AblateCommand
     | ReportCommand
     | DetectCommand
+    | EmbedCommand
+    | OnnxCommand
     | DemoCommand
     | EnvCommand
 )
@@ -634,6 +721,8 @@ COMMANDS: dict[str, type[Command]] = {
     "ablate": AblateCommand,
     "report": ReportCommand,
     "detect": DetectCommand,
+    "embed": EmbedCommand,
+    "onnx": OnnxCommand,
     "demo": DemoCommand,
     "env": EnvCommand,
 }
@@ -699,7 +788,7 @@ def _check_out(command: Command) -> None:
     if out is not None and not getattr(command, "dry_run", False):
         from .files import check_place
 
-        check_place(out.parent if isinstance(command, PredictCommand) else out)
+        check_place(out.parent if isinstance(command, PredictCommand | EmbedCommand) else out)
 
 
 def _parse(argv: list[str]) -> Command:

@@ -67,7 +67,9 @@ class Encoder(nn.Module):
         h = h.to(self.working_dtype)
         if self.project is not None:
             h = self.project(h)  # (B, T, D)
-        bias = mask if mask is None else mask.view(len(x), 1, -1, x.shape[1])  # (B, 1, 1 or T, T)
+        bias = None  # (B, 1, 1 or T, T)
+        if mask is not None:
+            bias = mask[:, None] if mask.dim() == 3 else mask[:, None, None]
         for block in self.blocks[:-1]:
             h = block(h, bias, rng)
         return self.blocks[-1](h, bias, rng, 1 if only_first else None)

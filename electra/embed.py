@@ -1,0 +1,293 @@
+"""Lines of text to vectors: one for each line, in the order of the lines.
+
+Comes in: whatever `hf.load_encoder` reads, and lines. Goes out: float32 vectors (N, D), the mean of
+the hidden states of a line's tokens with [CLS] and [SEP], or the state of [CLS] alone, as an array
+or as a file that is whole or absent, in memory that does not grow with it:
+
+    .npy       an array (N, D); numpy.load(path, mmap_mode="r")
+    .parquet   a column `vector` of D numbers each
+
+A line without a token, an empty one above all, gets zeros, so that row i stays line i; how many
+there were is told. Lines are sorted by length within a part of the text, so that a batch is hardly
+padded, and each batch is computed by one thread while others work on the next ones: nothing waits
+at barriers, and the number of threads does not change a bit of the result.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .encoder import Embeddings, Encoder
+from .errors import ElectraError, Stopped
+from .files import fsync_dir, json_bytes, storage_errors, write_atomic
+from .hf import load_encoder
+from .text import file_status, read_lines
+from .tokenizer import LineEncoder, take_runs
+
+Pooling = Literal["mean", "cls"]
+Vectors = NDArray[np.float32]
+
+_PART = 1 << 14  # lines that are sorted together,
+_CHARACTERS = 1 << 22  # or fewer, if they are long
+_BATCH_TOKENS = {"cpu": 1 << 12, "cuda": 1 << 16}
+
+
+class Embedded(NamedTuple):
+    """What was written."""
+
+    lines: int
+    empty: int  # of these, lines without a token
+    width: int
+
+
+def embed(model: Path | str, lines: Iterable[str], **settings: Any) -> Vectors:
+    """(N, D): the vectors of some lines; settings as for `Embedder`."""
+    embedder = Embedder(Path(model), **settings)
+    return np.concatenate([np.zeros((0, embedder.width), np.float32), *embedder(lines)])
+
+
+def embed_file(
+    model: Path,
+    source: str,
+    out: Path,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[str], object] = lambda _: None,
+    **settings: Any,
+) -> Embedded:
+    """Write the vectors of a text file's lines; source: a UTF-8 file, also compressed, or -.
+
+    Raises Stopped soon after `should_stop` says so; there is nothing at `out` then.
+    """
+    if out.suffix not in (".npy", ".parquet"):
+        what = f"Vectors cannot be written as '{out.suffix}'."
+        raise ElectraError(what, where=str(out), fix="name a file that ends in .npy or .parquet")
+    path = Path("/dev/stdin" if source == "-" else source)
+    file_status(path)
+    embedder, rows, begin = Embedder(model, **settings), 0, time.perf_counter()
+    with storage_errors(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(out, embedder.width) as write:
+        for vectors in embedder((line for _, line in read_lines(path)), should_stop):
+            write(vectors)
+            rows += len(vectors)
+            progress(f"{rows:,} lines, {rows / (time.perf_counter() - begin):,.0f} lines/s")
+        if not rows:
+            what, fix = "There is no line to embed.", "check that this is the right file"
+            raise ElectraError(what, where=source, fix=fix)
+    return Embedded(rows, embedder.empty, embedder.width)
+
+
+class Embedder:
+    """An encoder that is ready: lines in, vectors out, part by part.
+
+    length: tokens of a line that are read, 128 unless the model reads fewer. batch_tokens: tokens
+    with padding that are computed together; other numbers round differently, by 1e-6 or so.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        *,
+        pooling: Pooling = "mean",
+        length: int | None = None,
+        batch_tokens: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        loaded = load_encoder(model)
+        longest = loaded.config.max_positions
+        self.length = min(128, longest) if length is None else length
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._batch_tokens = batch_tokens or _BATCH_TOKENS[self._device.type]
+        self._threads = 1 if self._device.type == "cuda" else threads or os.cpu_count() or 1
+        for name, value, limit in (
+            ("length", self.length, longest),
+            ("batch_tokens", self._batch_tokens, 1 << 30),
+            ("threads", self._threads, 1 << 10),
+        ):
+            low = 2 if name == "length" else 1
+            if not low <= value <= limit:
+                what = f"{name} is {value:,}."
+                raise ElectraError(what, where=name, fix=f"use {low} to {limit:,} with this model")
+        with torch.device("meta"):
+            encoder = Encoder(loaded.config, Embeddings(loaded.config, loaded.vocab_size))
+        encoder.load_state_dict(loaded.tensors, assign=True)
+        self._encoder = encoder.to(self._device).eval()
+        self._tokenizer, self._lines = loaded.tokenizer, LineEncoder(loaded.tokenizer)
+        self._only_first, self.width = pooling == "cls", loaded.config.hidden_size
+        self.empty = 0  # lines without a token so far
+
+    def __call__(
+        self, lines: Iterable[str], should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[Vectors]:
+        """Vectors of consecutive lines, some thousand at a time."""
+        before = torch.get_num_threads()
+        pool = ThreadPoolExecutor(self._threads, "embed", torch.set_num_threads, (1,))
+        waiting: deque[tuple[Vectors, list[Future[None]]]] = deque()
+
+        def finished() -> Vectors:
+            vectors, futures = waiting.popleft()
+            for future in futures:
+                future.result()
+                if should_stop():
+                    raise Stopped
+            return vectors
+
+        try:
+            for part in _parts(lines):
+                waiting.append(self._start(part, pool))
+                if len(waiting) > 1:  # so that one is read while another is computed
+                    yield finished()
+            while waiting:
+                yield finished()
+        finally:
+            pool.shutdown(cancel_futures=True)
+            torch.set_num_threads(before)
+
+    def _start(
+        self, lines: list[str], pool: ThreadPoolExecutor
+    ) -> tuple[Vectors, list[Future[None]]]:
+        """The vectors of a part, and the work after which they are there."""
+        ids, counts = self._lines.encode_lines(lines)
+        starts, kept = np.cumsum(counts) - counts, np.minimum(counts, self.length - 2)
+        order = np.argsort(kept, kind="stable")
+        order = order[np.searchsorted(kept[order], 1) :]
+        self.empty += len(lines) - len(order)
+        vectors = np.zeros((len(lines), self.width), np.float32)
+
+        def compute(rows: NDArray[np.int64]) -> None:
+            tokens = take_runs(ids, starts[rows], kept[rows])
+            vectors[rows] = self._pooled(tokens, kept[rows])
+
+        futures: list[Future[None]] = []
+        end = len(order)
+        while end:  # the longest first: short work is left for when threads run out of it
+            begin = max(0, end - max(1, self._batch_tokens // int(kept[order[end - 1]] + 2)))
+            futures.append(pool.submit(compute, order[begin:end]))
+            end = begin
+        return vectors, futures
+
+    @torch.inference_mode()
+    def _pooled(self, tokens: NDArray[np.uint32], counts: NDArray[np.int64]) -> Vectors:
+        """(B, D) of B lines, whose tokens without [CLS] and [SEP] come back to back."""
+        t, B, T = self._tokenizer, len(counts), int(counts.max()) + 2
+        position = np.arange(T)
+        x = np.full((B, T), t.pad_id, np.int64)
+        x[:, 0] = t.cls_id
+        x[(position > 0) & (position <= counts[:, None])] = tokens
+        x[np.arange(B), counts + 1] = t.sep_id
+        mask = torch.from_numpy(position < counts[:, None] + 2).to(self._device)  # (B, T)
+        given = torch.from_numpy(x).to(self._device)
+        is_full = counts.min() == counts.max()
+        h = self._encoder(
+            given,
+            torch.zeros_like(given),
+            None if is_full else mask,
+            None,
+            only_first=self._only_first,
+        )  # (B, T, D), or (B, 1, D)
+        if self._only_first:
+            return h[:, 0].cpu().numpy()
+        share = mask / mask.sum(1, keepdim=True)  # (B, T)
+        return torch.bmm(share[:, None], h)[:, 0].cpu().numpy()
+
+
+def _parts(lines: Iterable[str]) -> Iterator[list[str]]:
+    part, characters = list[str](), 0
+    for line in lines:
+        part.append(line)
+        characters += len(line)
+        if len(part) == _PART or characters > _CHARACTERS:
+            yield part
+            part, characters = [], 0
+    if part:
+        yield part
+
+
+@contextmanager
+def _writing(out: Path, width: int) -> Generator[Callable[[Vectors], object]]:
+    """A function that adds vectors to a file, which takes its name when the block ends."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    with storage_errors(out):
+        try:
+            with open(temporary, "wb") as file:
+                if out.suffix == ".npy":
+                    rows = 0
+
+                    def write(vectors: Vectors) -> None:
+                        nonlocal rows
+                        file.write(vectors.astype("<f4", copy=False).data)
+                        rows += len(vectors)
+
+                    file.write(_npy_header(0, width))
+                    yield write
+                    file.seek(0)
+                    file.write(_npy_header(rows, width))
+                else:
+                    import pyarrow as pa
+                    from pyarrow import parquet
+
+                    kind: Any = pa.list_(pa.float32(), width)
+                    schema = pa.schema([pa.field("vector", kind)])
+
+                    with parquet.ParquetWriter(file, schema, use_dictionary=False) as writer:
+                        yield lambda vectors: writer.write_table(
+                            pa.table(
+                                [pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), width)],
+                                schema=schema,
+                            )
+                        )
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, out)
+            fsync_dir(out.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _npy_header(rows: int, width: int) -> bytes:
+    """Always 128 bytes, so that the number of rows can be filled in at the end."""
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {width}), }}"
+    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{text:117}\n".encode()
+
+
+# ---------------------------------------------------------------------- sentence-transformers
+
+
+def for_sentence_transformers(directory: Path, *, pooling: Pooling = "mean") -> None:
+    """Make a directory that transformers loads one that `SentenceTransformer` loads as well.
+
+    It gives the vectors of `embed`, except that it takes [CLS] and [SEP] of an empty line for text.
+    """
+    c = load_encoder(directory).config
+    module = "sentence_transformers.models"
+    parts = ("", "Transformer"), ("1_Pooling", "Pooling")
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"{module}.{name}"}
+        for i, (path, name) in enumerate(parts)
+    ]
+    modes = {
+        "pooling_mode_cls_token": pooling == "cls",
+        "pooling_mode_mean_tokens": pooling != "cls",
+    }
+    (directory / "1_Pooling").mkdir(exist_ok=True)
+    for name, values in (
+        ("1_Pooling/config.json", {"word_embedding_dimension": c.hidden_size, **modes}),
+        (
+            "sentence_bert_config.json",
+            {"max_seq_length": min(128, c.max_positions), "do_lower_case": False},
+        ),
+        ("modules.json", modules),  # last, for it is what makes the directory one
+    ):
+        write_atomic(directory / name, json_bytes(values, indent=2))
