@@ -28,7 +28,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .encoder import Embeddings, Encoder
 from .errors import ElectraError, Stopped
 from .files import fsync_dir, json_bytes, storage_errors, write_atomic
 from .hf import load_encoder
@@ -110,7 +109,9 @@ class Embedder:
         self.length = min(128, longest) if length is None else length
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._batch_tokens = batch_tokens or _BATCH_TOKENS[self._device.type]
-        self._threads = 1 if self._device.type == "cuda" else threads or os.cpu_count() or 1
+        self._threads = (
+            1 if self._device.type == "cuda" else threads or len(os.sched_getaffinity(0))
+        )
         for name, value, limit in (
             ("length", self.length, longest),
             ("batch_tokens", self._batch_tokens, 1 << 30),
@@ -120,10 +121,7 @@ class Embedder:
             if not low <= value <= limit:
                 what = f"{name} is {value:,}."
                 raise ElectraError(what, where=name, fix=f"use {low} to {limit:,} with this model")
-        with torch.device("meta"):
-            encoder = Encoder(loaded.config, Embeddings(loaded.config, loaded.vocab_size))
-        encoder.load_state_dict(loaded.tensors, assign=True)
-        self._encoder = encoder.to(self._device).eval()
+        self._encoder = loaded.build().to(self._device)
         self._tokenizer, self._lines = loaded.tokenizer, LineEncoder(loaded.tokenizer)
         self._only_first, self.width = pooling == "cls", loaded.config.hidden_size
         self.empty = 0  # lines without a token so far

@@ -187,6 +187,13 @@ class LoadedEncoder:
             digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()
 
+    def build(self) -> Encoder:
+        """The encoder itself, ready for inference."""
+        with torch.device("meta"):
+            encoder = Encoder(self.config, Embeddings(self.config, self.vocab_size))
+        encoder.load_state_dict(self.tensors, assign=True)
+        return encoder.requires_grad_(False).eval()
+
 
 class FineTuned(NamedTuple):
     """A model of a task: float32, on the CPU, not in training.

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from . import hf, tasks
-from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead
+from .encoder import DiscriminatorHead, Encoder, GeneratorHead
 from .errors import ElectraError
 from .features import encode_texts
 from .files import fsync_dir, storage_errors, write_atomic
@@ -43,6 +43,7 @@ Run = Callable[[Rows], list[NDArray[Any]]]
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 _BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt")
 _SHAPES = ((1, 2), (1, 9), (2, 5), (3, 16), (4, 31), (5, 64), (2, 512))  # T up to what it reads
+_FILES = ("model_quantized.onnx.data", "model_quantized.onnx", "model.onnx.data", "model.onnx")
 _ONE_FILE = 1_900_000_000  # bytes of weights; protobuf ends at 2 GiB
 
 
@@ -145,7 +146,7 @@ def export_onnx(
             for name, path in (("accuracy", plain), ("accuracy_int8", small)):
                 if labelled is not None:
                     cost[name] = _accuracy(session(path), *labelled)
-        names = sorted(path.name for path in temporary.iterdir())
+        names = [name for name in reversed(_FILES) if (temporary / name).is_file()]
     if out != directory:
         for name in _BESIDE:
             if (directory / name).is_file():
@@ -177,10 +178,7 @@ def _load(directory: Path, part: Part) -> tuple[_Graph, Tokenizer, hf.FineTuned 
     tuned, head = None, None
     if part == "encoder":
         loaded = hf.load_encoder(directory)
-        with torch.device("meta"):
-            encoder = Encoder(loaded.config, Embeddings(loaded.config, loaded.vocab_size))
-        encoder.load_state_dict(loaded.tensors, assign=True)
-        tokenizer = loaded.tokenizer
+        encoder, tokenizer = loaded.build(), loaded.tokenizer
     elif (directory / "head.safetensors").is_file():
         tuned = hf.load_finetuned(directory)
         encoder, head, tokenizer = tuned.model.encoder, tuned.model.head, tuned.tokenizer
@@ -268,10 +266,13 @@ def _beside(out: Path) -> Generator[Path]:
             temporary.mkdir(parents=True)
         yield temporary
         with storage_errors(out):
-            for path in sorted(temporary.iterdir(), reverse=True):  # weights before what needs them
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
-                os.replace(path, out / path.name)
+            for name in _FILES:  # weights before what needs them
+                if (path := temporary / name).is_file():
+                    with open(path, "rb") as file:
+                        os.fsync(file.fileno())
+                    os.replace(path, out / name)
+                else:  # of an earlier model
+                    (out / name).unlink(missing_ok=True)
             fsync_dir(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -280,10 +281,11 @@ def _beside(out: Path) -> Generator[Path]:
 @contextmanager
 def _quietly() -> Generator[None]:
     """Without what the exporter and the quantiser say about themselves and absent packages."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

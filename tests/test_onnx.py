@@ -125,19 +125,24 @@ def test_accuracy_counts_right_answers() -> None:
 
 
 @needs_onnx
-def test_questions_have_two_outputs_and_a_directory_is_complete(
-    tokenizer: Tokenizer, tmp_path: Path
+def test_questions_have_two_outputs_and_weights_that_are_too_large_a_file_of_their_own(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = finetuned(tmp_path / "model", "qa", "hf", tokenizer)
-    report = export_onnx(model, tmp_path / "out")
-    assert report.files == (tmp_path / "out" / "model.onnx",)
+    monkeypatch.setattr(onnx_export, "_ONE_FILE", 0)
+    out = tmp_path / "out"
+    report = export_onnx(model, out, int8=True)
+    assert {file.name for file in report.files} == {
+        f"{name}.onnx{end}" for name in ("model", "model_quantized") for end in ("", ".data")
+    }
     assert report.difference <= 1e-4
+    assert report.difference < report.int8["mean"] < report.int8["largest"] < 1.0
     assert report.opset >= 18
     assert not (model / "model.onnx").exists()
-    names = {path.name for path in (tmp_path / "out").iterdir()}
+    names = {path.name for path in out.iterdir()}
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     auto = transformers.AutoModelForQuestionAnswering
-    assert differences(tmp_path / "out" / "model.onnx", model, auto) <= 1e-4
+    assert differences(out / "model.onnx", model, auto) <= 1e-4
 
 
 @needs_onnx
@@ -157,7 +162,9 @@ def test_the_encoder_alone_and_a_wrong_graph_that_leaves_nothing(
         export_onnx(export, part="encoder")
     assert {path.name for path in place.iterdir()} == before
     monkeypatch.setattr(onnx_export, "_trace", trace)
+    (place / "model_quantized.onnx").write_bytes(b"of an earlier model")
     export_onnx(export, part="encoder")
+    assert not (place / "model_quantized.onnx").exists()
     assert differences(place / "model.onnx", place, transformers.AutoModel) <= 1e-4
 
 
