@@ -130,7 +130,6 @@ class Embedder:
         self, lines: Iterable[str], should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[Vectors]:
         """Vectors of consecutive lines, some thousand at a time."""
-        before = torch.get_num_threads()
         pool = ThreadPoolExecutor(self._threads, "embed", torch.set_num_threads, (1,))
         waiting: deque[tuple[Vectors, list[Future[None]]]] = deque()
 
@@ -151,7 +150,6 @@ class Embedder:
                 yield finished()
         finally:
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(before)
 
     def _start(
         self, lines: list[str], pool: ThreadPoolExecutor
