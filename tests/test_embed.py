@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -208,3 +210,19 @@ def test_sentence_transformers_loads_the_directory_with_the_same_vectors(
     lines = [line for line in LINES if line.strip()]
     theirs = package.SentenceTransformer(str(model), device="cpu").encode(lines)
     assert np.abs(theirs - embed(model, lines, pooling=pooling)).max() <= 1e-5
+
+
+def test_export_makes_such_a_directory_on_demand(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Path(shutil.copytree(model, tmp_path / "out" / "discriminator"))
+    for name in ("modules.json", "sentence_bert_config.json"):
+        (place / name).unlink(missing_ok=True)
+    report = hf.ExportReport((place,), (), None)
+    monkeypatch.setattr(hf, "export_run", lambda *_: report)
+    command = ["export", "RUN", "--out", str(tmp_path / "out")]
+    assert cli.run(command) == 0
+    assert not (place / "modules.json").exists()
+    assert cli.run([*command, "--sentence-transformers"]) == 0
+    paths = [part["path"] for part in json.loads((place / "modules.json").read_text())]
+    assert all((place / path).is_dir() for path in paths)
