@@ -112,6 +112,11 @@ class Objective(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.special = config, vocab_size, special
         self.padded = padded  # false: sequences in training are full, attention needs no mask
+        self.build(frequencies)
+
+    @abstractmethod
+    def build(self, frequencies: Tensor | None) -> None:
+        """Make the networks."""
 
     @abstractmethod
     def predict(self, batch: Batch, rng: StepRng, *, training: bool) -> Predictions:
@@ -215,16 +220,8 @@ class WithGenerator(Objective):
 
     proposal: Tensor  # (V,) probabilities of a generator that is no network
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        vocab_size: int,
-        special: SpecialIds,
-        *,
-        padded: bool = True,
-        frequencies: Tensor | None = None,
-    ) -> None:
-        super().__init__(config, vocab_size, special, padded=padded)
+    def build(self, frequencies: Tensor | None) -> None:
+        config, vocab_size = self.config, self.vocab_size
         c, d, g = config.generator, config.encoder, config.generator_encoder
         self.stage: Literal["joint", "generator", "discriminator"] = (
             "discriminator" if c.frozen or c.kind != "network" else "joint"
@@ -543,16 +540,9 @@ def log_softmax_at(head: GeneratorHead, h: Tensor, table: Tensor, targets: Tenso
 class MaskedLM(Objective):
     """min  L_MLM(x, θ)          one encoder, the BERT baseline (paper, sections 3.3 and 3.4)"""
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        vocab_size: int,
-        special: SpecialIds,
-        *,
-        padded: bool = True,
-        frequencies: Tensor | None = None,
-    ) -> None:
-        super().__init__(config, vocab_size, special, padded=padded)
+    def build(self, frequencies: Tensor | None) -> None:
+        del frequencies
+        config, vocab_size = self.config, self.vocab_size
         self.generator = Encoder(config.encoder, Embeddings(config.encoder, vocab_size))
         self.generator_head = GeneratorHead(config.encoder, vocab_size)
 
