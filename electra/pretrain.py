@@ -276,9 +276,11 @@ def _train(
             if not finished:
                 raise Stopped
     finally:
-        if saver is not None:
-            saver.wait()
-        log.close()
+        try:
+            if saver is not None:
+                saver.wait()  # raises what went wrong in the last save
+        finally:
+            log.close()
     if runtime.is_main and not quiet:
         draw_curves(out)
 
