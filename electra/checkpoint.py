@@ -80,16 +80,19 @@ class Saver:
         Waits for the save before it. A state with a non-finite number is refused there.
         """
         self.wait()
-        given = [t.detach() for group in tensors.values() for t in group.values()]
-        taken = [torch.empty_like(t) for t in given]
-        torch._foreach_copy_(taken, given)  # pyright: ignore[reportPrivateImportUsage]
+        # Whole buffers are copied, a few long ones, and taken apart in the thread: hundreds of
+        # copies would hold up the training for longer than a step.
+        copies: dict[int, torch.UntypedStorage] = {}
+        for t in (t for group in tensors.values() for t in group.values()):
+            buffer = t.untyped_storage()
+            if buffer.data_ptr() not in copies:
+                copies[buffer.data_ptr()] = buffer.clone()
         ready = None
-        if any(t.is_cuda for t in taken):  # nobody waits here: the copy is made when its turn comes
-            ready = torch.cuda.Event()
+        if any(buffer.is_cuda for buffer in copies.values()):
+            ready = torch.cuda.Event()  # nobody waits here: the copy is made when its turn comes
             ready.record()
-        copies = iter(taken)
-        named = {file: {n: next(copies) for n in group} for file, group in tensors.items()}
-        self._thread = threading.Thread(target=self._write, args=(step, named, ready, state))
+        arguments = (step, tensors, copies, ready, state)
+        self._thread = threading.Thread(target=self._write, args=arguments)
         self._thread.start()
 
     @property
@@ -107,13 +110,25 @@ class Saver:
             raise error
 
     def _write(
-        self, step: int, tensors: Tensors, ready: torch.cuda.Event | None, state: dict[str, Any]
+        self,
+        step: int,
+        tensors: Tensors,
+        copies: dict[int, torch.UntypedStorage],
+        ready: torch.cuda.Event | None,
+        state: dict[str, Any],
     ) -> None:
         try:
             if ready is not None:
                 with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
                     ready.synchronize()
-                    tensors = {f: {n: t.cpu() for n, t in g.items()} for f, g in tensors.items()}
+                    copies = {place: buffer.cpu() for place, buffer in copies.items()}
+
+            def copied(t: Tensor) -> Tensor:
+                buffer = copies[t.untyped_storage().data_ptr()]
+                view = torch.empty(0, dtype=t.dtype)
+                return view.set_(buffer, t.storage_offset(), t.shape, t.stride()).contiguous()
+
+            tensors = {f: {n: copied(t) for n, t in g.items()} for f, g in tensors.items()}
             for name, tensor in (item for group in tensors.values() for item in group.items()):
                 if not torch.isfinite(tensor).all():
                     what = f"{name} is not finite, so nothing was saved."

@@ -362,7 +362,9 @@ class Trainer:
         """Record the step for batches of T tokens; training state stays as it was."""
         with self.at_work(), self.dropout.in_use():
             self.optimizer.live.fill_(False)
-            if not self._graphs:  # libraries make their handles and workspaces in the first steps
+            # Libraries make their handles and workspaces in the first steps, and a length that is
+            # new is compiled: neither can happen while recording.
+            if not self._graphs or self.runtime.compiled:
                 for _ in range(2):
                     self.train_step(T)
                     self.slot.fill_(self.step_number)
