@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 import re
 import shutil
@@ -187,7 +186,7 @@ def price(a: Arguments) -> dict[str, Any]:
     settings["data"]["batch_size"] = a.batch
     settings["run"] |= {"train_steps": a.price_steps, "eval_every": a.price_steps}
     every = settings["run"]["save_every"]  # as users have it: each save ends before the next
-    for run, gap in (("unsaved", a.price_steps), ("saved", every)) * 2:
+    for run, gap in (("unsaved", a.price_steps), ("saved", every)):
         settings["run"]["save_every"] = gap
         config = from_dict(PretrainConfig, settings, where=run)
         shutil.rmtree(a.out / f"price-{run}-here", ignore_errors=True)
@@ -196,7 +195,7 @@ def price(a: Arguments) -> dict[str, Any]:
         lines = read_metrics(a.out / f"price-{run}-here")
         train = [x for x in lines if x["kind"] == "train"]
         passed = train[-1]["seconds"] - train[0]["seconds"]
-        seconds[run] = min(passed, seconds.get(run, math.inf))  # the first one also warms up
+        seconds[run] = passed
     checkpoint.Saver.save = save
     step = seconds["unsaved"] / a.price_steps
     return {

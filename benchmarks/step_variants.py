@@ -5,7 +5,7 @@
 Every variant is a process of its own: they compile side by side, and take turns on the device by a
 lock when they measure. A variant is settings of the run (dotted, as on the command line) and of
 torch's inductor; the table at the end has tokens per second and the seconds until the first step,
-and for `--profile` the kernels of `plain` by kind.
+and for `--profile` the kernels of `plain` and `kernels` by kind.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from electra.recipes import recipe
 
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "kernels": {"settings": {"run.kernels": "yes"}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -68,13 +69,13 @@ class Arguments:
     out: Path
     """Folder for step_variants.json."""
     recipe: str = "small"
-    batch: int = 256
+    batch: tuple[int, ...] = (128,)
     variants: tuple[str, ...] = tuple(VARIANTS)
     rounds: int = 3
     seconds: float = 3.0
     profile: bool = False
-    """Also list the kernels of a step of `plain`."""
-    child: str | None = None
+    """Also list the kernels of a step of `plain` and `kernels`."""
+    child: tuple[str, int] | None = None
     """Used by the program itself."""
 
 
@@ -82,14 +83,17 @@ def main() -> None:
     a = tyro.cli(Arguments)
     a.out.mkdir(parents=True, exist_ok=True)
     if a.child:
-        (a.out / f"{a.child}.json").write_text(json.dumps(measure(a, a.child), indent=1))
+        name, batch = a.child
+        (a.out / f"{name} {batch}.json").write_text(json.dumps(measure(a, name, batch), indent=1))
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--child"]
-    logs = {name: open(a.out / f"{name}.log", "w") for name in a.variants}  # noqa: SIM115
-    children = {
-        name: subprocess.Popen([*command, name], stdout=log, stderr=subprocess.STDOUT)
-        for name, log in logs.items()
-    }
+    children: dict[str, subprocess.Popen[bytes]] = {}
+    for batch in a.batch:
+        for name in a.variants:
+            with open(a.out / f"{name} {batch}.log", "w") as log:
+                children[f"{name} {batch}"] = subprocess.Popen(
+                    [*command, name, str(batch)], stdout=log, stderr=subprocess.STDOUT
+                )
     rows: list[dict[str, Any]] = []
     for name, child in children.items():
         if child.wait() == 0:
@@ -106,7 +110,7 @@ def main() -> None:
         best = sorted(row["tokens_per_second"])[len(row["tokens_per_second"]) // 2]
         print(
             f"{row['variant']:20} {row['batch']:>6} {best:12,.0f} {best * row['share']:6.1%}"
-            f" {row['ready_seconds']:10.0f} s"
+            f" {row['ready_seconds']:10.0f} s {row.get('peak_memory_gib', 0):6.1f} GiB"
         )
     for row in rows:
         for kind, (milliseconds, count) in row.get("kinds", {}).items():
@@ -115,7 +119,7 @@ def main() -> None:
             print(f"    {milliseconds:8.3f} ms  {name[:110]}")
 
 
-def measure(a: Arguments, name: str) -> dict[str, Any]:
+def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
     """Build the step of a variant and time it alone on the device."""
     variant = VARIANTS[name]
     import torch._inductor.config as inductor
@@ -128,7 +132,8 @@ def measure(a: Arguments, name: str) -> dict[str, Any]:
         {
             "encoder.dropout": 0.0,
             "encoder.attention_dropout": 0.0,
-            "data.batch_size": a.batch,
+            "data.batch_size": batch,
+            "run.kernels": "no",
             **variant.get("settings", {}),
         },
     )
@@ -160,7 +165,7 @@ def measure(a: Arguments, name: str) -> dict[str, Any]:
     steps(1)
     row: dict[str, Any] = {
         "variant": name,
-        "batch": a.batch,
+        "batch": batch,
         "padded": batches.padded,
         "ready_seconds": time.perf_counter() - begin,
         "config": to_dict(config),
@@ -178,7 +183,9 @@ def measure(a: Arguments, name: str) -> dict[str, Any]:
             seconds = time.perf_counter() - start
             rates.append((done - before) * config.tokens_per_step / seconds)
         row["tokens_per_second"] = rates
-        if a.profile and name == "plain":
+        if runtime.device.type == "cuda":
+            row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if a.profile and name in ("plain", "kernels"):
             row |= kernels(lambda: steps(10), 10)
     return row
 

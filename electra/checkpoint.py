@@ -69,6 +69,7 @@ class Saver:
         self.directory, self.keep, self.on_full = directory, keep, on_full
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._copies: dict[int, torch.UntypedStorage] = {}
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(".tmp-*"):
@@ -80,14 +81,22 @@ class Saver:
         Waits for the save before it. A state with a non-finite number is refused there.
         """
         self.wait()
-        # Whole buffers are copied, a few long ones, and taken apart in the thread: hundreds of
-        # copies would hold up the training for longer than a step.
-        copies: dict[int, torch.UntypedStorage] = {}
-        for t in (t for group in tensors.values() for t in group.values()):
-            buffer = t.untyped_storage()
-            if buffer.data_ptr() not in copies:
-                copies[buffer.data_ptr()] = buffer.clone()
-        ready = None
+        # Whole buffers are copied, a few long ones, into memory that stays for the next save, and
+        # taken apart in the thread: many copies would hold up the training for longer than a step.
+        buffers = {
+            buffer.data_ptr(): buffer
+            for group in tensors.values()
+            for buffer in (t.untyped_storage() for t in group.values())
+        }
+        if {k: b.nbytes() for k, b in self._copies.items()} != {
+            k: b.nbytes() for k, b in buffers.items()
+        }:
+            self._copies = {
+                k: torch.UntypedStorage(b.nbytes(), device=b.device) for k, b in buffers.items()
+            }
+        for place, copy in self._copies.items():
+            copy.copy_(buffers[place], non_blocking=True)
+        copies, ready = self._copies, None
         if any(buffer.is_cuda for buffer in copies.values()):
             ready = torch.cuda.Event()  # nobody waits here: the copy is made when its turn comes
             ready.record()

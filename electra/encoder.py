@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import fused
 from .config import EncoderConfig
 from .randomness import SeededDropout, StepRng
 
@@ -119,6 +120,7 @@ class Block(nn.Module):
     def __init__(self, config: EncoderConfig, *, site: int) -> None:
         super().__init__()
         self.config, self.site = config, site
+        self.fused = False  # set from outside: compute by the kernels of `fused`
         D, F_ = config.hidden_size, config.ffn_size
         self.qkv = nn.Linear(D, 3 * D)  # rows: queries, keys, values
         self.out = nn.Linear(D, D)
@@ -132,10 +134,20 @@ class Block(nn.Module):
     ) -> Tensor:
         """(B, T, D); with `only`, the first so many of the T states."""
         p = self.config.dropout
+        if self.fused and only is None and (bias is None or bias.shape[2] == 1):
+            mask = None if bias is None else bias[:, 0, 0]  # (B, T)
+            c = self.config
+            return fused.block(h, mask, self.tensors(), c.attention_heads, c.layer_norm_eps)[0]
         a = self.out(self.attend(h, bias, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, p, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside
         return self.ffn_norm(h + dropout(f, p, rng, self.site + 1))
+
+    def tensors(self) -> list[Tensor]:
+        """All weights, in the order in which `fused` takes them."""
+        linears = (self.qkv, self.out, self.up, self.down)
+        norms = (self.attention_norm, self.ffn_norm)
+        return [t for part in (*linears, *norms) for t in (part.weight, part.bias)]
 
     def attend(
         self, h: Tensor, bias: Tensor | None, rng: Rng | None, only: int | None = None
@@ -226,8 +238,12 @@ class GeneratorHead(nn.Module):
 
     def forward(self, h: Tensor, table: Tensor) -> Tensor:
         """Logits (N, V) of hidden states (N, D); table (V, E) holds the token embeddings."""
-        e = self.norm(F.gelu(self.dense(h)))  # (N, E)
+        e = self.words(h)
         return F.linear(e, table.to(e.dtype), self.bias.to(e.dtype))
+
+    def words(self, h: Tensor) -> Tensor:
+        """Hidden states (N, D) in the space of the token embeddings, (N, E)."""
+        return self.norm(F.gelu(self.dense(h)))
 
 
 class DiscriminatorHead(nn.Module):

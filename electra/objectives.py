@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from . import fused
 from .config import PretrainConfig
 from .corruption import (
     Positions,
@@ -112,6 +113,7 @@ class Objective(nn.Module):
         super().__init__()
         self.config, self.vocab_size, self.special = config, vocab_size, special
         self.padded = padded  # false: sequences in training are full, attention needs no mask
+        self.fused = False  # set from outside: guess and sample by the kernels of `fused`
         self.build(frequencies)
 
     @abstractmethod
@@ -183,13 +185,23 @@ class Objective(nn.Module):
         h = self.encode(encoder, x, batch, rng, training=training)  # (B, T, D)
         return h.gather(1, m.at[:, :, None].expand(-1, -1, h.shape[2]))
 
-    def mlm_loss(self, logits: Tensor, m: Positions, batch: Batch) -> tuple[Tensor, Tensor]:
+    def mlm_loss(
+        self, logits: Tensor, m: Positions, batch: Batch, guess: Guess | None = None
+    ) -> tuple[Tensor, Tensor]:
         """L_MLM = E(Σ_{i in m} −log p_G(x_i | x_masked)), and how many guesses are right."""
         original = batch.x.gather(1, m.at)  # (B, M)
-        nll = F.cross_entropy(wide(logits).flatten(0, 1), original.flatten(), reduction="none")
-        loss = (nll * m.valid.flatten()).sum() / batch.masked.clamp(min=1)
-        correct = ((logits.argmax(-1) == original) & m.valid).sum()
-        return loss, correct
+        if guess is None:
+            nll = F.cross_entropy(wide(logits).flatten(0, 1), original.flatten(), reduction="none")
+            guess = Guess(nll.view_as(original), logits.argmax(-1))
+        loss = (guess.nll * m.valid).sum() / batch.masked.clamp(min=1)
+        return loss, ((guess.best == original) & m.valid).sum()
+
+
+class Guess(NamedTuple):
+    """What p_G says of the masked tokens, where it was not asked for its logits."""
+
+    nll: Tensor  # (B, M) −log p_G(x_i | x_masked)
+    best: Tensor  # (B, M) the likeliest token
 
 
 class Corruption(NamedTuple):
@@ -201,6 +213,7 @@ class Corruption(NamedTuple):
     g: Tensor  # (B, M, V) logits of p_G(x_i | x_masked)
     x_hat: Tensor  # (B, M) samples
     x_corrupt: Tensor  # (B, T)
+    guess: Guess | None = None  # then g is empty
 
 
 class Main(NamedTuple):
@@ -270,6 +283,9 @@ class WithGenerator(Objective):
         c, x = self.config, batch.x
         m = self.choose(batch, rng)  # (B, M)     m_i ~ unif{1, n}
         x_masked = mask_tokens(x, m, self.special.mask, self.vocab_size, c.objective, rng)  # (B, T)
+        if self.fused and training:
+            h, x_hat, guess = self.guess(x_masked, m, batch, rng)
+            return Corruption(m, x_masked, h, h[:0], x_hat, replace(x, m, x_hat), guess)
         if self.generator is None:
             # A token that was never counted is unlikely, not impossible.
             h, g = None, self.proposal.clamp(min=1e-12).log().expand(*m.at.shape, -1)  # (B, M, V)
@@ -290,6 +306,23 @@ class WithGenerator(Objective):
         assert isinstance(self.generator, Encoder)
         h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)
         return h, self.generator_logits(h)
+
+    def guess(
+        self, x_masked: Tensor, m: Positions, batch: Batch, rng: StepRng
+    ) -> tuple[Tensor, Tensor, Guess]:
+        """States, samples and losses of the masked tokens; only one kernel sees the logits."""
+        assert isinstance(self.generator, Encoder)
+        assert self.generator_head is not None
+        h = self.states_at(self.generator, x_masked, m, batch, rng, training=True)  # (B, M, D_G)
+        e = self.generator_head.words(h.flatten(0, 1))  # (B M, E)
+        original = batch.x.gather(1, m.at)
+        u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])
+        table = self.generator.embeddings.table("word")
+        nll, x_hat, best, *_ = fused.guess(
+            e, table, self.generator_head.bias, original.flatten(), u.flatten()
+        )
+        x_hat = resolve_duplicates(m, x_hat.view_as(m.at), self.config.objective)
+        return h, x_hat, Guess(nll.view_as(m.at), best.view_as(m.at))
 
     def generator_logits(self, h: Tensor) -> Tensor:
         assert self.generator is not None
@@ -321,7 +354,7 @@ class WithGenerator(Objective):
         zero = torch.zeros((), device=batch.x.device)
         mlm, mlm_correct = zero, zero.long()
         if self.generator is not None:
-            mlm, mlm_correct = self.mlm_loss(k.g, k.m, batch)
+            mlm, mlm_correct = self.mlm_loss(k.g, k.m, batch, k.guess)
         main = self.main_loss(k, batch, rng)
         total = c.disc_weight * main.loss
         if self.stage == "joint":

@@ -107,6 +107,10 @@ class Adam:
         self.good_norms = torch.zeros(_WINDOW, device=device)  # the last ones, as a ring
         self.good_steps = torch.zeros_like(self.bad_steps)
         self.spikes = torch.zeros_like(self.bad_steps)
+        self._state = {
+            key: {slot.name: slot.of(flat) for slot in self.slots}
+            for key, flat in (("model", self.master), ("m", self.m), ("v", self.v))
+        }
         # False while a CUDA graph is recorded: the step runs and changes nothing.
         self.live = torch.ones((), dtype=torch.bool, device=device)
         self._refresh()
@@ -215,10 +219,7 @@ class Adam:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameters (float32) and both moments by the parameters' names, as views."""
-        return {
-            key: {slot.name: slot.of(flat) for slot in self.slots}
-            for key, flat in (("model", self.master), ("m", self.m), ("v", self.v))
-        }
+        return {key: dict(views) for key, views in self._state.items()}
 
     def counters(self) -> dict[str, Tensor]:
         """What judges the steps, by name; what is not saved begins at zero."""

@@ -19,16 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import fused
 from . import runtime as runtimes
 from .batches import Batches, Block
 from .checkpoint import Saver, load_newest, size_of
 from .config import PretrainConfig
 from .corpus import Corpus
+from .encoder import Block as EncoderBlock
 from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped, StopRequest
 from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
 from .files import exclusive, read_json, reading
 from .flops import matmul_flops_per_token
-from .objectives import Batch, Losses, Objective, SpecialIds, WithGenerator, build_objective
+from .objectives import (
+    Batch,
+    Losses,
+    Objective,
+    ReplacedTokenDetection,
+    SpecialIds,
+    WithGenerator,
+    build_objective,
+)
 from .optim import Adam, learning_rate
 from .randomness import StepRng
 from .rundir import check_fits, check_room, enter_run, was_evaluated
@@ -329,6 +339,7 @@ class Trainer:
             working_dtype=runtime.dtype,
             multipliers=dict.fromkeys(self.idle, 0.0),
         )
+        self.has_kernels = _use_kernels(objective, config, runtime)
         self.forward: Callable[[Batch, StepRng], Losses] = objective
         if runtime.compiled:
             self.forward = torch.compile(objective, fullgraph=True, dynamic=False)
@@ -471,6 +482,32 @@ class Trainer:
             if name in optimizer:  # early checkpoints have only bad_steps
                 counter.copy_(optimizer[name])
         self.counter.fill_(step)
+
+
+def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime) -> bool:
+    """Let the blocks compute with their own kernels, where that is wanted and they fit."""
+    encoders = (config.encoder, config.generator_encoder)
+    reasons = [fused.unfit(config.data.sequence_length, e, runtime.dtype) for e in encoders]
+    if runtime.device.type != "cuda":
+        reasons.append("a device that is no GPU")
+    if any(e.dropout or e.attention_dropout for e in encoders):
+        reasons.append("dropout")
+    reason = next((r for r in reasons if r is not None), None)
+    if config.run.kernels == "yes" and reason is not None:
+        raise ElectraError(
+            f"The blocks' own kernels do not do {reason}.",
+            where="run.kernels",
+            fix="use --run.kernels auto, which takes them where they fit",
+        )
+    wanted = config.run.kernels != "no" and reason is None
+    for part in objective.modules():
+        if isinstance(part, EncoderBlock):
+            part.fused = wanted
+    g = config.generator
+    is_plain = g.temperature == 1.0 and not g.temperature_steps and not g.disallow_correct
+    joint = type(objective) is ReplacedTokenDetection and objective.stage == "joint"
+    objective.fused = wanted and is_plain and joint
+    return wanted
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ _MAY_CHANGE = (
     "run.precision",
     "run.compile",
     "run.cuda_graph",
+    "run.kernels",
     "run.deterministic",
     "run.threads",
     "run.log_every",

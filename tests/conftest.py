@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Read when Triton is imported: without a GPU its interpreter runs the kernels.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 from electra.config import (
     DataConfig,
     EncoderConfig,

@@ -1,0 +1,527 @@
+"""Every kernel of electra/kernels.py: is it right, and how long does it take? And cuBLAS's part.
+
+    python benchmarks/kernels.py [--only NAME ...]
+    TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone
+
+Each entry is first compared with plain PyTorch in float32, then timed against plain PyTorch, eager
+and compiled, in bfloat16: 20 calls in a CUDA graph, the median of five replays. An entry is a
+process of its own: all compile side by side, then take turns on the device, and one that fails does
+not take the others with it. GB/s count every byte that has to be read or written once. `products`
+times each matrix product of a block, in the ways PyTorch can ask for it, against the larger of its
+floors: operations at 790 TFLOP/s, bytes at 4.3 TB/s (both measured on an H200).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from electra import fused, kernels
+from electra.corruption import sample
+
+CALLS, REPLAYS = 20, 5
+FLOPS, BYTES = 790e12, 4.3e12  # a second
+PATIENCE = 75  # seconds for an entry to compile, and again to be timed
+READY = "ready to be timed"
+Like = dict[str, Any]  # dtype and device
+Config = dict[str, Any]
+
+
+class Case(NamedTuple):
+    inputs: tuple[Any, ...]
+    ours: Callable[..., tuple[Tensor, ...]]  # (*inputs, config=)
+    plain: Callable[..., tuple[Tensor, ...]]  # (*inputs), the same things
+    moved: int
+
+
+class Entry(NamedTuple):
+    make: Callable[..., Case]  # (*size, like)
+    sizes: list[tuple[int, ...]]
+    small: tuple[int, ...]
+    configs: list[Config]  # the product's first
+
+
+# Layer norm and GELU: N rows, D hidden, F feed-forward
+
+
+def add_norm(N: int, D: int, like: Like) -> Case:
+    def plain(x: Tensor, a: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        s = x + a
+        y, mean, rstd = torch.native_layer_norm(s.float(), (D,), gamma, beta, 1e-6)
+        return y.to(x.dtype), s, mean[:, 0], rstd[:, 0]
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return kernels.add_norm(*inputs, 1e-6, config=config)
+
+    x, a = torch.randn(2, N, D, **like)
+    gamma, beta = torch.randn(2, D, device=x.device)
+    return Case((x, a, gamma, beta), ours, plain, 4 * x.nbytes)
+
+
+def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False) -> Case:
+    (s, dy, gamma, beta), *_ = add_norm(N, D, like)
+    s32 = s.float()
+    mean = s32.mean(1)
+    rstd = (s32.var(1, correction=0) + 1e-6).rsqrt()
+    dy2 = torch.randn_like(dy) if two else None
+
+    def plain(
+        dy: Tensor, dy2: Tensor | None, s: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor
+    ) -> tuple[Tensor, ...]:
+        if dy2 is not None:
+            dy = dy + dy2
+        ds, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
+            dy.float(), s.float(), (D,), mean[:, None], rstd[:, None], gamma, beta, [True] * 3
+        )
+        return ds.to(s.dtype), dgamma, dbeta, ds.sum(0)
+
+    inputs = (dy, dy2, s, mean, rstd, gamma)
+    return Case(inputs, kernels.add_norm_backward, plain, (4 if two else 3) * s.nbytes)
+
+
+def gelu(N: int, D: int, like: Like) -> Case:
+    pre = 2 * torch.randn(N, 4 * D, **like)
+
+    def ours(pre: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return (kernels.gelu(pre, config),)
+
+    return Case((pre,), ours, lambda pre: (F.gelu(pre),), 2 * pre.nbytes)
+
+
+def plain_gelu_backward(pre: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    dpre = torch.ops.aten.gelu_backward(g, pre)
+    return dpre, F.gelu(pre), dpre.sum(0, dtype=torch.float32)
+
+
+def gelu_backward(N: int, D: int, like: Like) -> Case:
+    pre, g = torch.randn(2, N, 4 * D, **like)
+    return Case((2 * pre, g), kernels.gelu_backward, plain_gelu_backward, 4 * pre.nbytes)
+
+
+def column_sums(P: int, C: int, like: Like) -> Case:
+    def ours(x: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return (kernels.column_sums(x, **config),)
+
+    x = torch.randn(P, C, device=like["device"])
+    return Case((x,), ours, lambda x: (x.sum(0),), x.nbytes)
+
+
+# Attention: B, T, H, K; every fourth sequence is padded
+
+
+def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
+    def plain(qkv: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+        return (o.transpose(1, 2).flatten(2),)
+
+    def ours(qkv: Tensor, mask: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return (kernels.attention(qkv, mask, config),)
+
+    qkv = torch.randn(B, T, 3, H, K, **like)
+    length = torch.where(torch.arange(B) % 4 == 1, torch.randint(1, T + 1, (B,)), T)
+    mask = (torch.arange(T) < length[:, None]).to(qkv.device)
+    return Case((qkv, mask), ours, plain, 4 * B * T * H * K * qkv.itemsize)
+
+
+def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
+    forward = attention(B, T, H, K, like)
+
+    def plain(qkv: Tensor, mask: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        qkv = qkv.detach().requires_grad_()
+        (o,) = forward.plain(qkv, mask)
+        (dqkv,) = torch.autograd.grad(o, qkv, do)
+        return o, dqkv, dqkv.sum((0, 1), dtype=torch.float32).flatten()
+
+    def ours(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return kernels.attention(qkv, mask), *kernels.attention_backward(qkv, mask, do, config)
+
+    do = torch.randn(B, T, H * K, **like)
+    return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
+
+
+# Cross-entropy: N rows, V tokens, in rows of W; E with the products
+
+
+def cross_entropy(N: int, V: int, W: int, like: Like) -> Case:
+    def plain(logits: Tensor, targets: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        logits = logits[:, :V]
+        nll = F.cross_entropy(logits.float(), targets, reduction="none")
+        return nll, sample(logits.float(), u), logits.argmax(-1)
+
+    def ours(logits: Tensor, targets: Tensor, u: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return kernels.cross_entropy_and_sample(logits, targets, u, V, config)[:3]
+
+    logits = 3 * torch.randn(N, W, **like)
+    targets = torch.randint(V, (N,), device=logits.device)
+    u = torch.rand(N, device=logits.device)
+    return Case((logits, targets, u), ours, plain, N * V * logits.itemsize)
+
+
+def cross_entropy_backward(N: int, V: int, W: int, like: Like) -> Case:
+    (logits, targets, u), *_, moved = cross_entropy(N, V, W, like)
+    lse = torch.logsumexp(logits[:, :V].float(), 1)
+
+    def plain(logits: Tensor, targets: Tensor, lse: Tensor, u: Tensor) -> tuple[Tensor, ...]:
+        p = torch.exp(logits[:, :V].float() - lse[:, None])
+        p = p.scatter_add(1, targets[:, None], torch.full_like(p[:, :1], -1))
+        g = F.pad(p * u[:, None], (0, W - V)).to(logits.dtype)
+        return g, g[:, :V].sum(0, dtype=torch.float32)
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return kernels.cross_entropy_backward(*inputs, V, config)
+
+    return Case((logits, targets, lse, u), ours, plain, 2 * moved)
+
+
+def linear_cross_entropy(N: int, V: int, E: int, like: Like) -> Case:
+    """The head's last product too, and everything backward."""
+
+    def run(
+        loss: Callable[..., tuple[Tensor, ...]], e: Tensor, table: Tensor, bias: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (e, table, bias)]
+        nll, x_hat, best = loss(*leaves, *rest)
+        return nll, x_hat, best, *torch.autograd.grad(nll.mean(), leaves)
+
+    def product(
+        e: Tensor, table: Tensor, bias: Tensor, targets: Tensor, u: Tensor
+    ) -> tuple[Tensor, ...]:
+        logits = F.linear(e, table.to(e.dtype), bias.to(e.dtype))
+        nll = F.cross_entropy(logits.float(), targets, reduction="none")
+        return nll, sample(logits.detach().float(), u), logits.argmax(-1)
+
+    def ours(*inputs: Any, config: Config) -> tuple[Tensor, ...]:
+        del config
+        return run(lambda *x: fused.guess(*x)[:3], *inputs)
+
+    e = torch.randn(N, E, **like)
+    table = 0.3 * torch.randn(V, E, device=e.device)
+    bias = torch.randn(V, device=e.device)
+    targets = torch.randint(V, (N,), device=e.device)
+    u = torch.rand(N, device=e.device)
+    return Case((e, table, bias, targets, u), ours, partial(run, product), 6 * N * V * e.itemsize)
+
+
+ROWS = [(16384, 256), (131072, 256), (16384, 64), (131072, 64)]
+LN, LN_BACK, GELU_BACK = kernels.ADD_NORM, kernels.ADD_NORM_BACKWARD, kernels.GELU_BACKWARD
+LN_BACKS = [
+    LN_BACK,
+    LN_BACK | {"STAGES": 1},
+    LN_BACK | {"STAGES": 2},
+    LN_BACK | {"PROGRAMS": 528},
+    LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
+    LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
+]
+HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
+LOGITS = [(2560, 30522, 30528), (20480, 30522, 30528)]
+ENTRIES = {
+    "add_norm": Entry(
+        add_norm,
+        ROWS,
+        (9, 48),
+        [LN, *(LN | {"ELEMENTS": e, "num_warps": w} for e, w in ((1024, 4), (4096, 4), (512, 1)))],
+    ),
+    "add_norm_backward": Entry(add_norm_backward, ROWS, (9, 48), LN_BACKS),
+    "add_norm_backward of two": Entry(
+        partial(add_norm_backward, two=True), ROWS, (9, 48), LN_BACKS[:3]
+    ),
+    "gelu": Entry(
+        gelu,
+        ROWS,
+        (9, 48),
+        [kernels.GELU, *({"ELEMENTS": e, "num_warps": 4} for e in (1024, 2048))],
+    ),
+    "gelu_backward": Entry(
+        gelu_backward,
+        ROWS,
+        (9, 48),
+        [
+            GELU_BACK,
+            GELU_BACK | {"STAGES": 1},
+            GELU_BACK | {"STAGES": 3},
+            GELU_BACK | {"PROGRAMS": 1056},
+            GELU_BACK | {"ROWS": 8, "COLUMNS": 256},
+            GELU_BACK | {"ROWS": 32, "num_warps": 8},
+        ],
+    ),
+    "column_sums": Entry(column_sums, [(512, 768), (1024, 1024), (128, 1024)], (9, 48), [{}]),
+    "attention": Entry(
+        attention,
+        HEADS,
+        (2, 20, 2, 16),
+        [kernels.ATTENTION, *({"ROWS": r, "num_warps": w} for r, w in ((64, 4), (128, 4)))],
+    ),
+    "attention and backward": Entry(
+        attention_and_backward,
+        HEADS,
+        (2, 20, 2, 16),
+        [
+            kernels.ATTENTION_BACKWARD,
+            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1},
+            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1, "maxnreg": 128},
+        ],
+    ),
+    "cross-entropy and sample": Entry(
+        cross_entropy,
+        LOGITS,
+        (6, 90, 96),
+        [
+            kernels.CROSS_ENTROPY,
+            kernels.CROSS_ENTROPY | {"STAGES": 1},
+            kernels.CROSS_ENTROPY | {"WIDTH": 4096, "STAGES": 1, "num_warps": 8},
+            kernels.CROSS_ENTROPY | {"WIDTH": 4096, "STAGES": 2, "num_warps": 8},
+        ],
+    ),
+    "cross-entropy backward": Entry(
+        cross_entropy_backward,
+        LOGITS,
+        (6, 90, 96),
+        [
+            kernels.CROSS_ENTROPY_BACKWARD,
+            kernels.CROSS_ENTROPY_BACKWARD | {"STAGES": 1},
+            kernels.CROSS_ENTROPY_BACKWARD | {"ROWS": 8, "STAGES": 1},
+            kernels.CROSS_ENTROPY_BACKWARD | {"GROUPS": 64},
+        ],
+    ),
+    "linear, cross-entropy, sample and backward": Entry(
+        linear_cross_entropy, [(2560, 30522, 128), (20480, 30522, 128)], (6, 90, 32), [{}]
+    ),
+}
+
+
+# The products of a block
+
+
+def products(N: int, D: int) -> None:
+    sizes = {"qkv": (D, 3 * D), "out": (D, D), "up": (D, 4 * D), "down": (4 * D, D)}
+    for kind in ("forward", "to inputs", "to weights"):
+        for name, (before, after) in sizes.items():
+            x, dy, residual = (_random(N, C) for C in (before, after, before))
+            w, b = _random(after, before), _random(after)
+            operations, moved = 2 * N * before * after, x.nbytes + dy.nbytes + w.nbytes
+            floor = max(operations / FLOPS, moved / BYTES) * 1e6
+            times: dict[str, float] = {}
+            for label, way in _ways(kind, x, dy, w, b, residual).items():
+                attempt(label, partial(_time, times, label, way))
+            best = min(times.values())
+            print(
+                f"{kind}, {name}: N {N}, {before} -> {after}: {best:.1f} µs,"
+                f" {operations / best / 1e6:.0f} TFLOP/s, {moved / best / 1e3:.0f} GB/s,"
+                f" {floor / best:.0%} of what could be;",
+                ", ".join(f"{label} {t:.1f}" for label, t in times.items()),
+                flush=True,
+            )
+
+
+def _ways(
+    kind: str, x: Tensor, dy: Tensor, w: Tensor, b: Tensor, residual: Tensor
+) -> dict[str, Callable[[], Any]]:
+    turned = w.t().contiguous()
+    if kind == "forward":
+        out = torch.empty_like(dy)
+        return {
+            "addmm": lambda: torch.addmm(b, x, w.t()),
+            "mm": lambda: x @ w.t(),
+            "turned": lambda: torch.addmm(b, x, turned),
+            "out=": lambda: torch.addmm(b, x, w.t(), out=out),
+        }
+    if kind == "to inputs":
+        out = torch.empty_like(x)
+        return {
+            "mm": lambda: dy @ w,
+            "turned": lambda: dy @ turned.t(),
+            "out=": lambda: torch.mm(dy, w, out=out),
+            "transposed": lambda: (w.t() @ dy.t()).t(),
+            "residual": lambda: torch.addmm(residual, dy, w),
+            "residual, turned": lambda: torch.addmm(residual, dy, turned.t()),
+            "residual, in place": lambda: residual.addmm_(dy, w, beta=0.5),
+        }
+
+    def parts(n: int) -> Tensor:
+        y = torch.bmm(dy.view(n, -1, dy.shape[1]).mT, x.view(n, -1, x.shape[1]))
+        return y.sum(0, dtype=torch.float32)
+
+    return {
+        "mm": lambda: dy.t() @ x,
+        "transposed": lambda: (x.t() @ dy).t(),
+        "float32": lambda: torch.mm(dy.t(), x, out_dtype=torch.float32),
+        "8 parts": lambda: parts(8),
+        "32 parts": lambda: parts(32),
+    }
+
+
+def _time(times: dict[str, float], label: str, way: Callable[[], Any]) -> None:
+    times[label] = microseconds(way)
+
+
+def _random(*size: int) -> Tensor:
+    return torch.randn(*size, dtype=torch.bfloat16, device="cuda")
+
+
+# Comparing and timing
+
+
+def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> str:
+    """Of each output: the largest error over the largest value, or the share that is another."""
+    said: list[str] = []
+    for a, b in zip(got, expected, strict=True):
+        if b.is_floating_point():
+            error = (a.double() - b.double()).abs().max() / b.double().abs().max()
+            said.append(f"{error.item():.1e}")
+        else:
+            said.append(f"{(a != b).double().mean().item():.2%} other")
+    return ", ".join(said)
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of one call, recorded in a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    times: list[float] = []
+    for _ in range(REPLAYS + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / CALLS)
+    return statistics.median(times[1:])
+
+
+def attempt(label: str, do: Callable[[], str | None]) -> bool:
+    """Print what is found; say nothing about None."""
+    try:
+        if (found := do()) is not None:
+            print(f"  {label:<91} {found}", flush=True)
+    except Exception as error:  # a kernel that does not compile must not hide the others
+        lines = str(error).strip().splitlines()[:6]
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = " | ".join([type(error).__name__, *lines, f"{where.filename}:{where.lineno}"])
+        print(f"  {label:<91} failed: {said}", flush=True)
+        return False
+    return True
+
+
+def compare(case: Case, config: Config) -> str:
+    exact = (
+        x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.inputs
+    )
+    expected = case.plain(*exact)
+    inputs = (x.clone() if isinstance(x, Tensor) else x for x in case.inputs)
+    return "differs by " + difference(case.ours(*inputs, config=config), expected)
+
+
+def child(name: str, small: bool) -> None:
+    """Compare an entry at all its sizes, then, when told, time what worked."""
+    cuda = torch.cuda.is_available()
+    like: Like = {
+        "device": torch.device("cuda" if cuda else "cpu"),
+        # The interpreter multiplies the bits of bfloat16 as integers.
+        "dtype": torch.bfloat16 if cuda else torch.float32,
+    }
+    timed: list[tuple[str, Case, dict[str, Callable[..., Any]]]] = []
+    if name != "products":
+        entry = ENTRIES[name]
+        usual = entry.sizes[0][1:]  # compiling takes seconds: others get the product's config only
+        for size in [entry.small] if small else entry.sizes:
+            torch.manual_seed(0)
+            print(f"{name} {size}")
+            case = entry.make(*size, like)
+            ways = {
+                str(config): partial(case.ours, config=config)
+                for config in entry.configs[
+                    : len(entry.configs) if small or size[1:] == usual else 1
+                ]
+                if attempt(str(config), partial(compare, case, config))
+            }
+            if small or not cuda:
+                continue
+            compiled = torch.compile(case.plain, dynamic=False)
+            ways["plain"] = case.plain
+            if attempt("plain, compiled", lambda c=case, f=compiled: f(*c.inputs) and "ran"):
+                ways["plain, compiled"] = compiled
+            timed.append((f"{name} {size}", case, ways))
+    if small or not cuda:
+        return
+    torch.cuda.empty_cache()
+    print(READY, flush=True)
+    input()
+    if name == "products":
+        for size in ROWS:
+            products(*size)
+    for title, case, ways in timed:
+        print(title)
+        for label, way in ways.items():
+
+            def speed(way: Callable[..., Any] = way, case: Case = case) -> str:
+                t = microseconds(lambda: way(*case.inputs))
+                return f"{t:8.1f} µs {case.moved / t / 1000:8.0f} GB/s"
+
+            attempt(label, speed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check and time the kernels.")
+    names = [*ENTRIES, "products"]
+    parser.add_argument("--small", action="store_true", help="tiny sizes, values only")
+    parser.add_argument("--only", nargs="*", default=names, choices=names)
+    parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
+    a = parser.parse_args()
+    if a.child or a.small or not torch.cuda.is_available():
+        for name in [a.child] if a.child else a.only:
+            child(name, a.small)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        running: dict[str, tuple[subprocess.Popen[str], Path]] = {}
+        for name in a.only:
+            log = Path(folder) / name
+            with open(log, "w") as out:
+                running[name] = (
+                    subprocess.Popen(
+                        [sys.executable, "-u", __file__, "--child", name],
+                        stdin=subprocess.PIPE,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"},
+                    ),
+                    log,
+                )
+        deadline = time.monotonic() + PATIENCE
+        for process, log in running.values():
+            while process.poll() is None and READY not in log.read_text():
+                if time.monotonic() > deadline:
+                    process.kill()
+                time.sleep(0.1)
+        for name, (process, log) in running.items():
+            try:
+                process.communicate("go\n", timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            print(f"{log.read_text()}{name}: exit code {process.wait()}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""An encoder block as two operators, forward and backward, for NVIDIA GPUs.
+
+Comes in: the hidden states and the tensors of a `Block`. Goes out: what `Block.forward` computes
+without dropout, and its gradients. Matrix products are cuBLAS's; everything between them is a
+kernel of `kernels`, and no product's output is read more than once in the forward pass:
+
+    qkv = x Wᵀ + b │ o = attention(qkv) │ a = o Wᵀ + b │ s = x + a, h = LN(s)
+    pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
+
+The backward pass keeps qkv, o, s, h, pre and s' of it; the attention probabilities and act are
+computed again. To the compiler both are one opaque call each, so that 24 blocks take no longer to
+compile than one. `Block` itself is the definition: tests hold this file against it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .config import EncoderConfig
+
+LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
+
+
+def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
+    """What of such a block these kernels do not do; None if they fit."""
+    if length > LONGEST:
+        return f"sequences longer than {LONGEST} tokens"
+    if config.head_size not in (16, 32, 64):
+        return f"attention heads of {config.head_size}"
+    if config.hidden_size % 16 or config.hidden_size > 1024:
+        return f"hidden states of {config.hidden_size}"
+    if dtype != torch.bfloat16:
+        return f"{dtype} instead of bfloat16"
+    return None if kernels.available() else "anything without Triton"
+
+
+# All ten tensors of a block, in this order, are `weights`:
+#   qkv.weight, qkv.bias, out.weight, out.bias, up.weight, up.bias, down.weight, down.bias in the
+#   working type, then the gains and biases of both layer norms in float32: attention, feed-forward.
+
+
+@torch.library.custom_op("electra::block", mutates_args=())
+def block(
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, s' and statistics (4, B T)."""
+    wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
+    B, T, D = x.shape
+    x = x.reshape(B * T, D)
+    qkv = torch.addmm(bqkv, x, wqkv.t())
+    o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
+    h, s1, mean1, rstd1 = kernels.add_norm(x, torch.addmm(bo, o, wo.t()), g1, c1, eps)
+    pre = torch.addmm(b1, h, w1.t())
+    f = torch.addmm(b2, kernels.gelu(pre), w2.t())
+    y, s2, mean2, rstd2 = kernels.add_norm(h, f, g2, c2, eps)
+    statistics = torch.stack([mean1, rstd1, mean2, rstd2])
+    return y.view(B, T, D), qkv, o, s1, h, pre, s2, statistics
+
+
+@block.register_fake
+def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float) -> Any:
+    del mask, heads, eps
+    B, T, D = x.shape
+    wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
+    one = [x.new_empty(B * T, D) for _ in range(4)]
+    statistics = x.new_empty(4, B * T, dtype=torch.float32)
+    return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, one[3], statistics
+
+
+@torch.library.custom_op("electra::block_backward", mutates_args=())
+def block_backward(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    heads: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
+    in the working type; `_backward` takes them apart."""
+    wqkv, _, wo, _, w1, _, w2, _, g1, _, g2, _ = weights
+    qkv, o, s1, h, pre, s2, (mean1, rstd1, mean2, rstd2) = kept
+    B, T, D = x.shape
+    x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
+    sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
+    norm2, norm1, projected, inner = sums.split((3 * D, 3 * D, 3 * D, len(w1)))
+    ds2, *_ = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, sums=norm2)
+    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner)
+    dw2 = ds2.t() @ act
+    dw1 = dpre.t() @ h
+    ds1, *_ = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1)
+    dwo = ds1.t() @ o
+    packed = (B, T, 3, heads, D // heads)
+    do = (ds1 @ wo).view(B, T, D)
+    dqkv, _ = kernels.attention_backward(qkv.view(packed), mask, do, sums=projected)
+    dqkv = dqkv.view(B * T, 3 * D)
+    dwqkv = dqkv.t() @ x
+    dx = torch.addmm(ds1, dqkv, wqkv).view(B, T, D)
+    return dx, dwqkv, dwo, dw1, dw2, sums, sums.to(dy.dtype, copy=True)
+
+
+@block_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    heads: int,
+) -> Any:
+    del mask, kept, heads
+    matrices = [torch.empty_like(w) for w in weights[:8:2]]
+    sums = dy.new_empty(9 * x.shape[2] + len(weights[4]), dtype=torch.float32)
+    return torch.empty_like(x), *matrices, sums, torch.empty_like(sums, dtype=dy.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, mask, weights, heads, _ = inputs
+    ctx.heads, ctx.many = heads, len(weights)
+    ctx.set_materialize_grads(False)  # only y is used by others
+    ctx.save_for_backward(x, mask, *weights, *output[1:])
+
+
+def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
+    del others
+    x, mask, *rest = ctx.saved_tensors
+    weights, kept = rest[: ctx.many], rest[ctx.many :]
+    dx, wqkv, wo, w1, w2, sums, half = block_backward(dy, x, mask, weights, kept, ctx.heads)
+    D = x.shape[2]
+    parts = (D, D, D, D, D, D, 3 * D, len(w1))
+    g2, c2, _, g1, c1, _, _, _ = sums.split(parts)
+    _, _, b2, _, _, bo, bqkv, b1 = half.split(parts)
+    return dx, None, [wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2], None, None
+
+
+block.register_autograd(_backward, setup_context=_keep)
+
+
+@torch.library.custom_op("electra::guess", mutates_args=())
+def guess(
+    e: Tensor, table: Tensor, bias: Tensor, original: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the generator's head says of N masked tokens, in one pass over the N x V logits.
+
+    e: (N, E) what the head makes of the states. table: (V, E) and bias: (V,) float32. original,
+    u: (N,). −log p_G(original), x̂ ~ p_G by u, the likeliest token; log Σ exp and logits are kept.
+    """
+    logits = torch.addmm(_aligned(bias, e.dtype), e, _aligned(table, e.dtype).t())  # (N, W)
+    nll, x_hat, best, lse = kernels.cross_entropy_and_sample(logits, original, u, len(table))
+    return nll, x_hat, best, lse, logits
+
+
+@guess.register_fake
+def _(e: Tensor, table: Tensor, bias: Tensor, original: Tensor, u: Tensor) -> Any:
+    del bias
+    nll, lse = torch.empty_like(u), torch.empty_like(u)
+    x_hat, best = torch.empty_like(original), torch.empty_like(original)
+    return nll, x_hat, best, lse, e.new_empty(len(e), _width(len(table)))
+
+
+@torch.library.custom_op("electra::guess_backward", mutates_args=())
+def guess_backward(
+    dnll: Tensor, e: Tensor, table: Tensor, original: Tensor, lse: Tensor, logits: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    V = len(table)
+    dlogits, dbias = kernels.cross_entropy_backward(logits, original, lse, dnll, V)
+    dtable = (dlogits.t() @ e)[:V].to(table.dtype)
+    return dlogits @ _aligned(table, e.dtype), dtable, dbias
+
+
+@guess_backward.register_fake
+def _(dnll: Tensor, e: Tensor, table: Tensor, original: Tensor, lse: Tensor, logits: Tensor) -> Any:
+    del dnll, original, lse, logits
+    return torch.empty_like(e), torch.empty_like(table), table.new_empty(len(table))
+
+
+def _width(vocab_size: int) -> int:
+    """Columns of logits: rows that begin at multiples of 128 bytes are read and written fast."""
+    return -(-vocab_size // 64) * 64
+
+
+def _aligned(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the working type, with rows of zeros up to the width of the logits."""
+    out = values.new_zeros(_width(len(values)), *values.shape[1:], dtype=dtype)
+    out[: len(values)] = values
+    return out
+
+
+def _keep_guess(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    e, table, _, original, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(e, table, original, *output[3:])
+
+
+def _guess_backward(ctx: Any, dnll: Tensor, *_: Any) -> Any:
+    de, dtable, dbias = guess_backward(dnll.contiguous(), *ctx.saved_tensors)
+    return de, dtable, dbias, None, None
+
+
+guess.register_autograd(_guess_backward, setup_context=_keep_guess)

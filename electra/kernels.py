@@ -1,0 +1,567 @@
+"""Triton kernels for what PyTorch would do in several passes over memory.
+
+In: contiguous CUDA tensors, bfloat16 (or float32); out: the tensors each function names, without
+autograd, so that who calls them decides what is kept (`fused`). Arithmetic is float32; column sums
+(gradients of biases and layer norms) are partial sums in a fixed order, without atomics, so a step
+is bitwise repeatable. Each function has a fixed `config`; benchmarks/kernels.py tries others.
+
+    B sequences · T tokens · H heads · K head size · N rows · D hidden · F feed-forward ·
+    V vocabulary
+"""
+
+# pyright: basic, reportMissingImports=false, reportOptionalMemberAccess=false
+# pyright: reportInvalidTypeForm=false
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch for the CPU come without it
+    triton = tl = None
+
+Config = dict[str, Any]
+
+MOST_TOKENS = 128  # whose attention one program holds on chip
+PROGRAMS = 128  # that keep a GPU busy: it has 132 multiprocessors
+LOG2_E = 1.4426950408889634
+
+ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
+# The probabilities and their gradient, 128 x 128 float32 each, fill the registers of an SM, so that
+# no second program hides the loads of the first: the next head's are under way instead.
+ATTENTION_BACKWARD: Config = {"ROWS": 128, "HEADS": 4, "STAGES": 2, "num_warps": 8, "num_stages": 1}
+CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
+CROSS_ENTROPY_BACKWARD: Config = {
+    "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
+}  # fmt: skip
+ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
+ADD_NORM_BACKWARD: Config = {"ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "num_warps": 4}
+GELU: Config = {"ELEMENTS": 4096, "num_warps": 4}
+GELU_BACKWARD: Config = {
+    "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 2, "num_warps": 4
+}  # fmt: skip
+
+
+def available() -> bool:
+    return triton is not None
+
+
+def jit(kernel: Any) -> Any:
+    return kernel if triton is None else triton.jit(kernel)
+
+
+# Attention
+
+
+def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> Tensor:
+    """softmax(q kᵀ / √K) v over all heads, (B, T, H K).
+
+    qkv: (B, T, 3, H, K), T ≤ MOST_TOKENS, K 16, 32 or 64. mask: (B, T) bool, true on tokens, or
+    None when nothing is padded. A query that sees no key gets zeros.
+    """
+    B, T, _, H, K = qkv.shape
+    o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
+    shape = _attention_shape(qkv, config)
+    grid = (B * H, triton.cdiv(T, shape["ROWS"]))
+    _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
+    return o
+
+
+def attention_backward(
+    qkv: Tensor,
+    mask: Tensor | None,
+    do: Tensor,
+    config: Config = ATTENTION_BACKWARD,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of `attention`: dqkv like qkv, and its column sums (3 H K,) float32.
+
+    The probabilities are computed again from qkv: nothing else of the forward pass is kept.
+    """
+    B, T, _, H, K = qkv.shape
+    dqkv = torch.empty_like(qkv)
+    partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
+    shape = _attention_shape(qkv, config)
+    if qkv.dtype == torch.float32:  # no room for two heads
+        shape["HEADS"] = shape["STAGES"] = 1
+    shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
+    grid = (B * H // shape["HEADS"],)
+    _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
+    return dqkv, column_sums(partial, sums)
+
+
+def _attention_shape(qkv: Tensor, config: Config) -> Config:
+    """What the kernels are compiled for: T is padded to a power of two."""
+    _, T, _, H, K = qkv.shape
+    assert qkv.is_contiguous()
+    assert T <= MOST_TOKENS, T
+    tile = max(16, triton.next_power_of_2(T))
+    wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
+    rows = min(tile, config["ROWS"], 32 if wide else tile)
+    precision = "ieee" if wide else "tf32"  # products of bfloat16 are exact anyway
+    return {**config, "H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision}
+
+
+@jit
+def _load_head(x, token, T, column, ROW: tl.constexpr):
+    """(tokens, K) of one head: rows lie ROW elements apart, those from T on are zero."""
+    return tl.load(x + token[:, None] * ROW + column[None, :], mask=token[:, None] < T, other=0.0)
+
+
+@jit
+def _keys_seen(mask, b, token, T):
+    """(tokens,) bool: keys that are tokens."""
+    seen = token < T
+    if mask is not None:
+        seen = seen & (tl.load(mask + b * T + token, mask=seen, other=0) != 0)
+    return seen
+
+
+@jit
+def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
+    """exp(q kᵀ scale − its maximum), zero where not seen, and its row sums; scale is in base 2."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    score = tl.where(seen[None, :], score, float("-inf"))
+    top = tl.max(score, 1)
+    top = tl.where(top == float("-inf"), 0.0, top)  # nothing is seen: zeros, not NaN
+    p = tl.exp2(score - top[:, None])
+    total = tl.sum(p, 1)
+    return p, tl.where(total == 0.0, 1.0, total)
+
+
+@jit
+def _attention(
+    qkv, mask, o, T, scale,
+    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: some rows of one head of one sequence."""
+    b = (tl.program_id(0) // H).to(tl.int64)
+    h = tl.program_id(0) % H
+    column = tl.arange(0, K)
+    key = tl.arange(0, TILE)
+    query = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    x = qkv + b * T * (3 * H * K) + h * K
+    q = _load_head(x, query, T, column, 3 * H * K)
+    k = _load_head(x + H * K, key, T, column, 3 * H * K)
+    v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
+    p, total = _softmax(q, k, _keys_seen(mask, b, key, T), scale, PRECISION)
+    a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
+    y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
+    tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
+
+
+@jit
+def _attention_backward(
+    qkv, mask, do, dqkv, partial, T, slope,
+    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    PRECISION: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: HEADS heads of one sequence, ROWS queries at a time."""
+    b = (tl.program_id(0) // (H // HEADS)).to(tl.int64)
+    first = tl.program_id(0) % (H // HEADS) * HEADS
+    column = tl.arange(0, K)
+    key = tl.arange(0, TILE)
+    seen = _keys_seen(mask, b, key, T)
+    for i in tl.range(0, HEADS, num_stages=STAGES):
+        h = first + i
+        x = qkv + b * T * (3 * H * K) + h * K
+        dx = dqkv + b * T * (3 * H * K) + h * K
+        k = _load_head(x + H * K, key, T, column, 3 * H * K)
+        v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
+        dk = tl.zeros((TILE, K), tl.float32)
+        dv = tl.zeros((TILE, K), tl.float32)
+        dq_sum = tl.zeros((K,), tl.float32)
+        for start in range(0, TILE, ROWS):
+            query = start + tl.arange(0, ROWS)
+            q = _load_head(x, query, T, column, 3 * H * K)
+            da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
+            p, total = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+            p = p / total[:, None]
+            dv = tl.dot(tl.trans(p.to(q.dtype)), da, dv, input_precision=PRECISION)
+            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+            ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * slope
+            ds = ds.to(q.dtype)
+            dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+            dq = tl.dot(ds, k, input_precision=PRECISION)
+            dq_sum += tl.sum(dq, 0)
+            at = dx + query[:, None] * (3 * H * K) + column[None, :]
+            tl.store(at, dq.to(dqkv.dtype.element_ty), mask=query[:, None] < T)
+        at = dx + key[:, None] * (3 * H * K) + column[None, :]
+        tl.store(at + H * K, dk.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
+        tl.store(at + 2 * H * K, dv.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
+        sums = partial + b * (3 * H * K) + h * K + column
+        tl.store(sums, dq_sum)
+        tl.store(sums + H * K, tl.sum(dk, 0))
+        tl.store(sums + 2 * H * K, tl.sum(dv, 0))
+
+
+# Residual and layer norm
+
+
+def add_norm(
+    x: Tensor, a: Tensor, gamma: Tensor, beta: Tensor, eps: float, config: Config = ADD_NORM
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y = LN(s), s = x + a in their type; the mean and 1/std of every row, (N,) float32."""
+    _check(x, a, gamma, beta)
+    N, D = x.shape
+    y, s = torch.empty_like(x), torch.empty_like(x)
+    mean, rstd = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
+    kernel, rows = _rows_of(config, D)
+    grid = (triton.cdiv(N, rows["ROWS"]),)
+    _add_norm[grid](x, a, gamma, beta, y, s, mean, rstd, N, eps, D, **rows, **kernel)
+    return y, s, mean, rstd
+
+
+@jit
+def _add_norm(
+    x, a, gamma, beta, y, s, mean, rstd, N, eps, D: tl.constexpr, ROWS: tl.constexpr, WIDTH:
+    tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    in_rows = row < N - first
+    in_columns = column < D
+    ok = in_rows[:, None] & in_columns[None, :]
+    at = first * D + (row[:, None] * D + column[None, :])
+    total = tl.load(x + at, ok, 0.0).to(tl.float32) + tl.load(a + at, ok, 0.0).to(tl.float32)
+    total = total.to(s.dtype.element_ty)
+    tl.store(s + at, total, ok)
+    total = total.to(tl.float32)
+    mu = tl.sum(total, 1) / D
+    centred = tl.where(in_columns[None, :], total - mu[:, None], 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, 1) / D + eps)
+    g = tl.load(gamma + column, in_columns, 0.0).to(tl.float32)
+    b = tl.load(beta + column, in_columns, 0.0).to(tl.float32)
+    out = centred * scale[:, None] * g[None, :] + b[None, :]
+    tl.store(y + at, out.to(y.dtype.element_ty), ok)
+    tl.store(mean + first + row, mu, in_rows)
+    tl.store(rstd + first + row, scale, in_rows)
+
+
+def add_norm_backward(
+    dy: Tensor,
+    dy2: Tensor | None,
+    s: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    gamma: Tensor,
+    config: Config = ADD_NORM_BACKWARD,
+    sums: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """ds of y = LN(s) for the gradient dy + dy2, and dgamma, dbeta and Σ_n ds, (D,) float32."""
+    _check(dy, s, mean, rstd, gamma, *(() if dy2 is None else (dy2,)))
+    N, D = s.shape
+    ds = torch.empty_like(s)
+    kernel, rows = _rows_of(config, D)
+    most = kernel.pop("PROGRAMS") * (
+        1 if N < 65536 else 2
+    )  # few write fewer sums, many read faster
+    programs, steps = _strips(N, rows["ROWS"], most)
+    partial = torch.empty(programs, 3 * D, dtype=torch.float32, device=s.device)
+    _add_norm_backward[(programs,)](
+        dy, dy2, s, mean, rstd, gamma, ds, partial, N, D,
+        TWO=dy2 is not None, STEPS=steps, **rows, **kernel,
+    )  # fmt: skip
+    dgamma, dbeta, dbias = column_sums(partial, sums).view(3, D)
+    return ds, dgamma, dbeta, dbias
+
+
+@jit
+def _add_norm_backward(
+    dy, dy2, s, mean, rstd, gamma, ds, partial, N, D: tl.constexpr, TWO: tl.constexpr, ROWS:
+    tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, WIDTH)
+    in_columns = column < D
+    g = tl.load(gamma + column, in_columns, 0.0).to(tl.float32)
+    # Sums stay apart for each row of a tile until the end: no exchange between threads inside.
+    dgamma = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbeta = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (step * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        in_rows = row < N
+        ok = in_rows[:, None] & in_columns[None, :]
+        at = row.to(tl.int64)[:, None] * D + column[None, :]
+        gradient = tl.load(dy + at, ok, 0.0).to(tl.float32)
+        if TWO:
+            gradient += tl.load(dy2 + at, ok, 0.0).to(tl.float32)
+        mu = tl.load(mean + row, in_rows, 0.0)
+        scale = tl.load(rstd + row, in_rows, 0.0)
+        normal = (tl.load(s + at, ok, 0.0).to(tl.float32) - mu[:, None]) * scale[:, None]
+        dgamma += gradient * normal
+        dbeta += gradient
+        gradient *= g[None, :]
+        along = tl.sum(gradient * normal, 1) / D
+        level = tl.sum(gradient, 1) / D
+        out = (gradient - level[:, None] - normal * along[:, None]) * scale[:, None]
+        dbias += out
+        tl.store(ds + at, out.to(ds.dtype.element_ty), ok)
+    partial += tl.program_id(0) * (3 * D) + column
+    tl.store(partial, tl.sum(dgamma, 0), in_columns)
+    tl.store(partial + D, tl.sum(dbeta, 0), in_columns)
+    tl.store(partial + 2 * D, tl.sum(dbias, 0), in_columns)
+
+
+# GELU
+
+
+def gelu(pre: Tensor, config: Config = GELU) -> Tensor:
+    """x Φ(x), as F.gelu."""
+    _check(pre)
+    act = torch.empty_like(pre)
+    grid = (triton.cdiv(pre.numel(), config["ELEMENTS"]),)
+    _gelu[grid](pre, act, pre.numel(), **config)
+    return act
+
+
+@jit
+def _gelu(pre, act, size, ELEMENTS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    x = tl.load(pre + at, at < size, 0.0).to(tl.float32)
+    y, _ = _gelu_of(x)
+    tl.store(act + at, y.to(act.dtype.element_ty), at < size)
+
+
+def gelu_backward(
+    pre: Tensor, g: Tensor, config: Config = GELU_BACKWARD, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dpre and, once more, act = gelu(pre), (N, F), for the gradient g of act; Σ_n dpre, (F,)."""
+    _check(pre, g)
+    N, F = pre.shape
+    dpre, act = torch.empty_like(pre), torch.empty_like(pre)
+    kernel = dict(config)
+    kernel["COLUMNS"] = min(kernel["COLUMNS"], triton.next_power_of_2(F))
+    columns = triton.cdiv(F, kernel["COLUMNS"])
+    strips, steps = _strips(N, kernel["ROWS"], triton.cdiv(kernel.pop("PROGRAMS"), columns))
+    partial = torch.empty(strips, F, dtype=torch.float32, device=pre.device)
+    _gelu_backward[(columns, strips)](pre, g, dpre, act, partial, N, F, STEPS=steps, **kernel)
+    return dpre, act, column_sums(partial, sums)
+
+
+@jit
+def _gelu_backward(
+    pre, g, dpre, act, partial, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < F
+    dbias = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+        ok = (row < N)[:, None] & in_columns[None, :]
+        at = row.to(tl.int64)[:, None] * F + column[None, :]
+        x = tl.load(pre + at, ok, 0.0).to(tl.float32)
+        y, slope = _gelu_of(x)
+        out = tl.load(g + at, ok, 0.0).to(tl.float32) * slope
+        dbias += out
+        tl.store(dpre + at, out.to(dpre.dtype.element_ty), ok)
+        tl.store(act + at, y.to(act.dtype.element_ty), ok)
+    tl.store(partial + tl.program_id(1) * F + column, tl.sum(dbias, 0), in_columns)
+
+
+@jit
+def _gelu_of(x):
+    """gelu(x) = x Φ(x) and its slope Φ(x) + x Φ'(x), both to 4e-7 (float32's own F.gelu: 1e-6).
+
+    With t = 1 / (1 + p |x|), Φ(−|x|) e^{x²/2} is t times a polynomial of degree 6, minimax in its
+    relative error (1.1e-7 for |x| < 7). It takes half of erf's instructions, which would otherwise
+    be the limit, and the slope shares its exponential.
+    """
+    z = tl.abs(x)
+    t = 1.0 / (1.0 + 0.25514825 * z)
+    series = -0.0846659 * t + 0.29202834
+    series = series * t - 0.19669393
+    series = series * t + 0.23272286
+    series = series * t + 0.04449145
+    series = series * t + 0.11103889
+    series = (series * t + 0.10107825) * t
+    power = tl.exp2(-0.72134752 * x * x)
+    slope = (series - 0.3989422804 * z) * power
+    return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
+
+
+# Cross-entropy and sampling over the vocabulary
+
+
+def cross_entropy_and_sample(
+    logits: Tensor, targets: Tensor, u: Tensor, vocab_size: int, config: Config = CROSS_ENTROPY
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """−log p(target), a sample x̂ ~ p, the likeliest token, and log Σ exp for the way back.
+
+    logits: (N, W) with W ≥ V = vocab_size; columns behind the vocabulary are not looked at, so that
+    rows can be aligned. targets: (N,) int64. u: (N,) float32, uniform in [0, 1). All four (N,):
+    float32, int64, int64, float32. One pass over the logits.
+
+    The sample inverts the cumulative distribution in the order of the vocabulary, as
+    `corruption.sample` does with the same u. Sums are taken in another order, so where u lies
+    within rounding of the border between two tokens it can be the other one. There is no
+    temperature, and the target is not ruled out: for these, `corruption.sample`.
+    """
+    N, W = logits.shape
+    assert logits.is_contiguous()
+    width = min(config["WIDTH"], triton.next_power_of_2(vocab_size))
+    tiles = triton.cdiv(vocab_size, width)
+    shape = {**config, "WIDTH": width, "USED": tiles, "TILES": triton.next_power_of_2(tiles)}
+    nll, lse = (torch.empty(N, dtype=torch.float32, device=logits.device) for _ in range(2))
+    x_hat, best = (torch.empty_like(targets) for _ in range(2))
+    _cross_entropy[(N,)](logits, targets, u, nll, x_hat, best, lse, vocab_size, W, **shape)
+    return nll, x_hat, best, lse
+
+
+def cross_entropy_backward(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    dnll: Tensor,
+    vocab_size: int,
+    config: Config = CROSS_ENTROPY_BACKWARD,
+) -> tuple[Tensor, Tensor]:
+    """The gradient (p − 1(target)) dnll of logits (N, W), and its column sums (V,) float32.
+
+    Columns behind the vocabulary are 0.
+    """
+    N, W = logits.shape
+    assert logits.is_contiguous()
+    shape = {**config, "WIDTH": min(config["WIDTH"], triton.next_power_of_2(W))}
+    shape["TURNS"] = triton.cdiv(N, shape["ROWS"] * shape.pop("GROUPS"))
+    groups = triton.cdiv(N, shape["ROWS"] * shape["TURNS"])
+    out = torch.empty_like(logits)
+    partial = torch.empty(groups, W, dtype=torch.float32, device=logits.device)
+    grid = (triton.cdiv(W, shape["WIDTH"]), groups)
+    _cross_entropy_backward[grid](
+        logits, targets, lse, dnll.contiguous(), out, partial, N, vocab_size, W, **shape
+    )
+    return out, column_sums(partial)[:vocab_size]
+
+
+@jit
+def _load_logits(x, column, V, W):
+    """Float32, −inf behind the vocabulary; bounded by W, whose factors let loads be wide."""
+    z = tl.load(x + column, mask=column < W, other=0.0).to(tl.float32)
+    return tl.where(column < V, z, float("-inf"))
+
+
+@jit
+def _pick(mass, index, want):
+    """First index whose running mass exceeds `want`, or the last that has mass; the mass before."""
+    running = tl.cumsum(mass, 0)
+    first = tl.sum((running <= want).to(tl.int32), 0)
+    last = tl.max(tl.where(mass > 0.0, index, 0), 0)
+    chosen = tl.minimum(first, last)
+    return chosen, tl.max(tl.where(index < chosen, running, 0.0), 0)
+
+
+@jit
+def _cross_entropy(
+    logits, targets, uniforms, nll, x_hat, best, lse, V, W,
+    WIDTH: tl.constexpr, STAGES: tl.constexpr, USED: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One program: one row, WIDTH logits at a time."""
+    row = tl.program_id(0)
+    x = logits + row.to(tl.int64) * W
+    column = tl.arange(0, WIDTH)
+    tile = tl.arange(0, TILES)
+    tops = tl.full((TILES,), float("-inf"), tl.float32)
+    mass = tl.zeros((TILES,), tl.float32)
+    for n in tl.range(0, USED, num_stages=STAGES):
+        z = _load_logits(x, n * WIDTH + column, V, W)
+        top = tl.max(z, 0)
+        tops = tl.where(tile == n, top, tops)
+        mass = tl.where(tile == n, tl.sum(tl.exp(z - top), 0), mass)
+    top = tl.max(tops, 0)
+    mass = mass * tl.exp(tops - top)
+    total = tl.sum(mass, 0)
+    log_total = top + tl.log(total)
+    correct = tl.load(x + tl.load(targets + row)).to(tl.float32)
+    tl.store(lse + row, log_total)
+    tl.store(nll + row, log_total - correct)
+    # Two tiles are looked at again: that of the sample and that of the maximum.
+    want = tl.load(uniforms + row) * total
+    chosen, before = _pick(mass, tile, want)
+    z = _load_logits(x, chosen * WIDTH + column, V, W)
+    token, _ = _pick(tl.exp(z - top), column, want - before)
+    tl.store(x_hat + row, tl.minimum(chosen * WIDTH + token, V - 1).to(tl.int64))
+    chosen = tl.min(tl.where(tops == top, tile, TILES - 1), 0)
+    z = _load_logits(x, chosen * WIDTH + column, V, W)
+    token = tl.min(tl.where(z == top, column, WIDTH - 1), 0)
+    tl.store(best + row, tl.minimum(chosen * WIDTH + token, V - 1).to(tl.int64))
+
+
+@jit
+def _cross_entropy_backward(
+    logits, targets, lse, dnll, out, partial, N, V, W,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """One program: WIDTH columns of TURNS times ROWS rows."""
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.float32)
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        row = (tl.program_id(1) * TURNS + turn) * ROWS + tl.arange(0, ROWS)
+        log_total = tl.load(lse + row, mask=row < N, other=0.0)
+        target = tl.load(targets + row, mask=row < N, other=0).to(tl.int32)
+        slope = tl.load(dnll + row, mask=row < N, other=0.0)
+        at = row.to(tl.int64)[:, None] * W + column[None, :]
+        inside = (row < N)[:, None] & (column < W)[None, :]
+        z = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
+        p = tl.exp(z - log_total[:, None])
+        p = p - (column[None, :] == target[:, None]).to(tl.float32)
+        g = tl.where(inside & (column < V)[None, :], p * slope[:, None], 0.0)
+        tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
+        total += tl.sum(g, 0)
+    tl.store(partial + tl.program_id(1) * W + column, total, mask=column < W)
+
+
+# What they share
+
+
+def column_sums(partial: Tensor, out: Tensor | None = None) -> Tensor:
+    """Σ over the rows of a few partial sums, (P, C) float32 -> (C,), which may be given."""
+    P, C = partial.shape
+    out = partial.new_empty(C) if out is None else out
+    _column_sums[(triton.cdiv(C, 16),)](
+        partial, out, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, 256)), ROWS=256, COLUMNS=16,
+        num_warps=8,
+    )  # fmt: skip
+    return out
+
+
+@jit
+def _column_sums(
+    partial, out, P, C, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(STEPS):
+        row = step * ROWS + tl.arange(0, ROWS)
+        ok = (row < P)[:, None] & (column < C)[None, :]
+        total += tl.load(partial + row[:, None] * C + column[None, :], ok, 0.0)
+    tl.store(out + column, tl.sum(total, 0), column < C)
+
+
+def _check(*tensors: Tensor) -> None:
+    assert all(t.is_contiguous() for t in tensors), "kernels take contiguous tensors"
+
+
+def _rows_of(config: Config, D: int) -> tuple[Config, Config]:
+    """Options of a kernel that takes whole rows, and how many of what width make a tile."""
+    kernel, width = dict(config), triton.next_power_of_2(D)
+    return kernel, {"ROWS": max(1, kernel.pop("ELEMENTS") // width), "WIDTH": width}
+
+
+def _strips(N: int, rows: int, programs: int) -> tuple[int, int]:
+    """How many programs share N rows, and in how many steps of `rows` each.
+
+    The steps are compiled in: a power of two, so that few kernels serve all batches.
+    """
+    tiles = triton.cdiv(N, rows)
+    steps = triton.next_power_of_2(triton.cdiv(tiles, programs))
+    return triton.cdiv(tiles, steps), steps

@@ -1,0 +1,381 @@
+"""The Triton kernels against float64: compiled on a GPU, by Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from electra import fused, kernels
+from electra.config import EncoderConfig
+from electra.corruption import sample
+from electra.encoder import Block
+from electra.objectives import Batch, SpecialIds, build_objective
+from electra.randomness import StepRng
+from electra.recipes import recipe
+
+pytestmark = pytest.mark.skipif(not kernels.available(), reason="Triton is not installed")
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# The interpreter multiplies the bits of bfloat16 as integers; float16 rounds at the same places.
+NARROW = torch.bfloat16 if CUDA else torch.float16
+WIDTHS = [(1, 16), (7, 48), (100, 64), (130, 80), (3, 512)]
+
+
+def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    """Within rounding of the largest value."""
+    bound = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    scale = expected.abs().max().clamp(min=1e-3)
+    assert got.isfinite().all()
+    assert (got.double() - expected).abs().max() <= bound * scale
+
+
+def draw(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*size).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(("N", "D"), WIDTHS)
+def test_layer_norm_of_a_sum_and_its_gradients_are_those_of_the_definition(
+    N: int, D: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(N)
+    x, a, dy, dy2 = (draw(N, D, dtype=dtype) for _ in range(4))
+    gamma, beta = draw(D), draw(D)
+    y, s, mean, rstd = kernels.add_norm(x, a, gamma, beta, 0.1)
+    assert y.dtype == s.dtype == dtype
+    assert torch.equal(s, x + a)
+    leaves = [t.double().requires_grad_() for t in (s, gamma, beta)]
+    exact = F.layer_norm(leaves[0], (D,), leaves[1], leaves[2], 0.1)
+    close(y, exact.detach(), dtype)
+    close(mean, s.double().mean(1))
+    close(rstd, (s.double().var(1, correction=0) + 0.1).rsqrt())
+    few = kernels.ADD_NORM_BACKWARD | {"PROGRAMS": 2}  # which take several steps
+    for second, config in ((None, kernels.ADD_NORM_BACKWARD), (dy2, few)):
+        ds, *sums = kernels.add_norm_backward(dy, second, s, mean, rstd, gamma, config)
+        gradient = dy.double() if second is None else dy.double() + second.double()
+        expected = torch.autograd.grad(exact, leaves, gradient, retain_graph=True)
+        close(ds, expected[0], dtype)
+        # Sums are taken before rounding.
+        for got, right in zip(sums, (*expected[1:], expected[0].sum(0)), strict=True):
+            assert got.dtype == torch.float32
+            assert (got.double() - right).abs().max() <= 1e-5 * N**0.5
+
+
+def test_layer_norm_keeps_small_differences_of_large_values() -> None:
+    s = 1000 + draw(4, 64)
+    one, zero = torch.ones(64, device=DEVICE), torch.zeros(64, device=DEVICE)
+    y, *_ = kernels.add_norm(s, torch.zeros_like(s), one, zero, 1e-6)
+    assert (y - F.layer_norm(s.double(), (64,), eps=1e-6)).abs().max() < 1e-3
+
+
+def test_gelu_is_exact_over_all_of_its_range() -> None:
+    x = torch.linspace(-9, 9, 20001, device=DEVICE)
+    exact = x.double() * torch.special.ndtr(x.double())
+    error = (kernels.gelu(x) - exact).abs()
+    assert error.max() < 6e-7
+    assert (error / exact.abs())[(x > -6) & (x != 0)].max() < 4e-6  # also where it is tiny
+    assert kernels.gelu(torch.zeros(5, device=DEVICE)).tolist() == [0] * 5
+    assert kernels.gelu(torch.full((1,), torch.nan, device=DEVICE)).isnan().all()
+
+
+def gelu_and_gradient(pre: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = pre.double().requires_grad_()
+    act = F.gelu(x)
+    (dpre,) = torch.autograd.grad(act, x, g.double())
+    return dpre, act.detach(), dpre.sum(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(("N", "C"), WIDTHS)
+def test_gelu_and_its_gradient_are_those_of_the_definition(
+    N: int, C: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(N)
+    pre, g = 3 * draw(N, C, dtype=dtype), draw(N, C, dtype=dtype)
+    expected = gelu_and_gradient(pre, g)
+    close(kernels.gelu(pre), expected[1], dtype)
+    dpre, act, sums = kernels.gelu_backward(pre, g)
+    close(dpre, expected[0], dtype)
+    close(act, expected[1], dtype)
+    assert (sums.double() - expected[2]).abs().max() <= 1e-5 * N**0.5
+
+
+def test_sums_do_not_depend_on_how_many_programs_share_the_rows() -> None:
+    pre, g = draw(100, 48), draw(100, 48)
+    many = kernels.gelu_backward(pre, g)
+    few = kernels.gelu_backward(pre, g, kernels.GELU_BACKWARD | {"PROGRAMS": 1})
+    assert torch.equal(many[0], few[0])
+    close(many[2], few[2].double())
+
+
+def test_repeated_calls_give_the_same_bits() -> None:
+    s, dy, gamma = draw(100, 64), draw(100, 64), draw(64)
+    mean, rstd = s.mean(1), s.std(1)
+    first, second = (kernels.add_norm_backward(dy, None, s, mean, rstd, gamma) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def attention_in_float64(
+    qkv: Tensor, mask: Tensor | None, do: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, dqkv and its column sums, from the definition."""
+    x = qkv.double().requires_grad_()
+    q, k, v = x.permute(2, 0, 3, 1, 4)
+    score = q @ k.mT / k.shape[-1] ** 0.5  # (B, H, T, T)
+    p = score.softmax(-1)
+    if mask is not None:
+        seen = mask[:, None, None]
+        p = torch.where(seen, score, -1e300).softmax(-1) * seen
+    o = (p @ v).transpose(1, 2).flatten(2)
+    (dqkv,) = torch.autograd.grad(o, x, do.double())
+    return o, dqkv, dqkv.sum((0, 1)).flatten()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(
+    ("T", "H", "K", "lengths"),
+    [
+        (1, 1, 16, [1, 1]),
+        (1, 2, 64, None),
+        (7, 3, 16, [7, 1, 4]),
+        (16, 1, 32, None),
+        (33, 2, 16, [33, 32]),
+        (100, 1, 64, [100, 17, 0]),  # nothing but padding
+        (128, 2, 32, [128, 1]),
+        (128, 1, 64, None),
+    ],
+)
+def test_attention_and_its_gradient_are_those_of_the_definition(
+    T: int, H: int, K: int, lengths: Sequence[int] | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(T)
+    B = len(lengths) if lengths else 2
+    qkv = torch.randn(B, T, 3, H, K).to(DEVICE, dtype)
+    do = torch.randn(B, T, H * K).to(DEVICE, dtype)
+    mask = None
+    if lengths:
+        mask = torch.arange(T, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    o, dqkv, dbias = attention_in_float64(qkv, mask, do)
+    close(kernels.attention(qkv, mask), o, dtype)
+    got, sums = kernels.attention_backward(qkv, mask, do)
+    close(got, dqkv, dtype)
+    assert sums.dtype == torch.float32
+    close(sums, dbias, dtype)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    qkv = 30 * torch.randn(1, 20, 3, 1, 16, device=DEVICE)
+    do = torch.randn(1, 20, 16, device=DEVICE)
+    o, dqkv, _ = attention_in_float64(qkv, None, do)
+    # Scores of thousands: their rounding is that of the probabilities.
+    assert (kernels.attention(qkv, None) - o).abs().max() < 1e-3 * o.abs().max()
+    got, _ = kernels.attention_backward(qkv, None, do)
+    assert (got - dqkv).abs().max() < 1e-2 * dqkv.abs().max()
+
+
+def test_what_is_padded_is_neither_seen_nor_learnt() -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 40, 3, 2, 16, device=DEVICE)
+    do = torch.randn(2, 40, 32, device=DEVICE)
+    mask = torch.arange(40, device=DEVICE) < torch.tensor([[29], [3]], device=DEVICE)
+    other = qkv.clone()
+    other[:, :, 1:][~mask] = 1e4  # keys and values alone: padded queries see as others do
+    assert torch.equal(kernels.attention(qkv, mask), kernels.attention(other, mask))
+    dqkv, _ = kernels.attention_backward(qkv, mask, do)
+    assert not dqkv[:, :, 1:][~mask].any()
+    assert dqkv[:, :, 0][~mask].any()  # as in scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(16, 1), (32, 2), (64, 4)])
+def test_rows_and_heads_at_a_time_change_nothing(
+    rows: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "PROGRAMS", 1)  # the heads of a small batch are not kept apart
+    torch.manual_seed(0)
+    qkv = torch.randn(1, 60, 3, 4, 16).to(DEVICE, NARROW)
+    do = torch.randn(1, 60, 64).to(DEVICE, NARROW)
+    o, dqkv, dbias = attention_in_float64(qkv, None, do)
+    close(kernels.attention(qkv, None, kernels.ATTENTION | {"ROWS": rows}), o, NARROW)
+    config = kernels.ATTENTION_BACKWARD | {"ROWS": rows, "HEADS": heads}
+    got, sums = kernels.attention_backward(qkv, None, do, config)
+    close(got, dqkv, NARROW)
+    close(sums, dbias, NARROW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(
+    ("N", "V", "W", "width"),
+    [(1, 2, 2, 2048), (5, 10, 16, 4), (6, 100, 100, 64), (3, 1000, 1024, 256), (2, 513, 576, 512)],
+)
+def test_cross_entropy_and_its_gradient_are_those_of_the_definition(
+    N: int, V: int, W: int, width: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(V)
+    logits = (4 * torch.randn(N, W)).to(DEVICE, dtype)
+    logits[:, V:] = float("nan")  # not looked at
+    targets = torch.randint(V, (N,), device=DEVICE)
+    u, dnll = torch.rand(2, N, device=DEVICE)
+    x = logits[:, :V].double().requires_grad_()
+    nll = F.cross_entropy(x, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(nll, x, dnll.double())
+    got, x_hat, best, lse = kernels.cross_entropy_and_sample(
+        logits, targets, u, V, kernels.CROSS_ENTROPY | {"WIDTH": width}
+    )
+    close(got, nll.detach())
+    assert torch.equal(x_hat, sample(logits[:, :V].float(), u))
+    top = logits[:, :V].float()
+    assert torch.equal(best, (top == top.amax(1, keepdim=True)).int().argmax(1))  # the first
+    dlogits, dbias = kernels.cross_entropy_backward(
+        logits, targets, lse, dnll, V,
+        kernels.CROSS_ENTROPY_BACKWARD | {"WIDTH": 128, "ROWS": 2, "GROUPS": 2},
+    )  # fmt: skip
+    close(dlogits[:, :V], gradient, dtype)
+    assert not dlogits[:, V:].any()
+    close(dbias, gradient.sum(0))
+
+
+def test_samples_are_as_frequent_as_they_are_probable() -> None:
+    """u on a grid of n: every token is drawn n p times, but for the two ends of its interval."""
+    torch.manual_seed(0)
+    n, V = (500, 37) if CUDA else (40, 9)
+    one = 2 * torch.randn(V, device=DEVICE)
+    u = (torch.arange(n, device=DEVICE) + 0.5) / n
+    _, x_hat, *_ = kernels.cross_entropy_and_sample(
+        one.expand(n, V).contiguous(),
+        torch.zeros(n, dtype=torch.int64, device=DEVICE),
+        u,
+        V,
+        kernels.CROSS_ENTROPY | {"WIDTH": 4},
+    )
+    counts = torch.bincount(x_hat, minlength=V)
+    assert (counts - n * one.softmax(0)).abs().max() < 1 + 1e-3
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    """Also where rounding puts u behind everything that has mass."""
+    V = 50
+    logits = torch.full((4, V), -1e4, device=DEVICE)
+    logits[:, 5:9] = torch.tensor([0.1, -0.3, 0.7, 0.2], device=DEVICE)
+    u = torch.tensor([0.0, 0.5, 1 - 2**-24, 1.0], device=DEVICE)
+    targets = torch.full((4,), 6, device=DEVICE)
+    for width in (4, 64):
+        _, x_hat, *_ = kernels.cross_entropy_and_sample(
+            logits, targets, u, V, kernels.CROSS_ENTROPY | {"WIDTH": width}
+        )
+        assert x_hat[0] == 5
+        assert ((x_hat >= 5) & (x_hat < 9)).all()
+        assert x_hat[3] == 8
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
+def test_logits_that_are_not_finite_show_in_the_loss() -> None:
+    logits = torch.zeros(2, 20, device=DEVICE)
+    logits[0, 3] = float("nan")
+    logits[1, 7] = float("inf")
+    u, targets = torch.tensor([0.3, 0.3], device=DEVICE), torch.tensor([1, 1], device=DEVICE)
+    nll, x_hat, best, _ = kernels.cross_entropy_and_sample(logits, targets, u, 20)
+    assert not nll.isfinite().any()
+    for token in (x_hat, best):
+        assert ((token >= 0) & (token < 20)).all()
+
+
+# What is made of them
+
+
+@pytest.mark.parametrize("lengths", [None, [9, 20, 1]])
+def test_a_block_of_kernels_is_the_block(lengths: Sequence[int] | None) -> None:
+    torch.manual_seed(0)
+    config = EncoderConfig(
+        layers=1, hidden_size=48, ffn_size=80, attention_heads=3, embedding_size=48,
+        max_positions=20, dropout=0.0, attention_dropout=0.0,
+    )  # fmt: skip
+    block = Block(config, site=0).to(DEVICE)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    h = draw(3, 20, 48).requires_grad_()
+    bias = None
+    if lengths:
+        mask = torch.arange(20, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+        bias = mask[:, None, None]
+    dy = draw(3, 20, 48)
+    leaves = [h, *block.parameters()]
+    plain = block(h, bias, None)
+    expected = torch.autograd.grad(plain, leaves, dy)
+    block.fused = True
+    again = block(h, bias, None)
+    assert (again - plain).abs().max() < 1e-5
+    for got, right in zip(torch.autograd.grad(again, leaves, dy), expected, strict=True):
+        assert (got - right).abs().max() <= 2e-5 * right.abs().max()
+    with torch.no_grad():
+        block.up.bias += 1
+    assert (block(h, bias, None) - plain).abs().max() > 1e-3  # it reads the weights it has now
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(padded: bool) -> None:
+    torch.manual_seed(0)
+    c = recipe("tiny")
+    c = replace(c, encoder=replace(c.encoder, dropout=0.0, attention_dropout=0.0))
+    objective = build_objective(c, 333, SpecialIds(0, 1, 2, 3, 4), padded=padded).to(DEVICE)
+    for parameter in objective.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    B, T = 3, 24
+    length = torch.tensor([T, 9, 17] if padded else [T] * B, device=DEVICE)
+    x = torch.randint(5, 333, (B, T)).to(DEVICE) * (
+        torch.arange(T, device=DEVICE) < length[:, None]
+    )
+    batch = Batch(x, torch.zeros_like(x), length, length.sum(), torch.tensor(9, device=DEVICE))
+    rng = StepRng(0, torch.tensor(3, device=DEVICE), torch.arange(B, device=DEVICE))
+    parameters = list(objective.parameters())
+    plain = objective(batch, rng)
+    expected = torch.autograd.grad(plain.total, parameters)
+    for part in (objective, *objective.modules()):
+        if isinstance(part, Block) or part is objective:
+            part.fused = True  # type: ignore[assignment]
+    kerneled = objective(batch, rng)
+    for name, a, b in zip(plain._fields, kerneled, plain, strict=True):
+        assert abs(float(a.detach()) - float(b.detach())) <= 1e-5 * abs(float(b.detach())), name
+    for got, right in zip(torch.autograd.grad(kerneled.total, parameters), expected, strict=True):
+        assert (got - right).abs().max() <= 1e-4 * right.abs().max().clamp(min=1e-6)
+
+
+def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
+    """Shapes and types without values, and the gradient as a graph."""
+    D, F_, B, T = 32, 48, 2, 5
+    shapes = [(3 * D, D), (3 * D,), (D, D), (D,), (F_, D), (F_,), (D, F_), (D,), *[(D,)] * 4]
+    weights = [draw(*shape).requires_grad_() for shape in shapes]
+    x = draw(B, T, D).requires_grad_()
+    mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(fused.block, (x, mask, weights, 2, 1e-6), test_utils=tests)
+    e, table, bias = (draw(*s).requires_grad_() for s in ((4, 16), (70, 16), (70,)))
+    targets, u = torch.randint(70, (4,)).to(DEVICE), torch.rand(4).to(DEVICE)
+    torch.library.opcheck(fused.guess, (e, table, bias, targets, u), test_utils=tests)
+    kept = list(fused.block(x, mask, weights, 2, 1e-6)[1:])
+    with torch.no_grad():
+        arguments = (draw(B, T, D), x, mask, weights, kept, 2)
+        torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"length": 129}, "129|longer"),
+        ({"attention_heads": 2}, "heads of 128"),
+        ({"dtype": torch.float32}, "float32"),
+    ],
+)
+def test_what_does_not_fit_is_said(changes: dict[str, Any], said: str) -> None:
+    length, dtype = changes.pop("length", 128), changes.pop("dtype", torch.bfloat16)
+    config = replace(recipe("small").encoder, **changes)
+    assert fused.unfit(128, recipe("small").encoder, torch.bfloat16) is None
+    assert re.search(said, fused.unfit(length, config, dtype) or "")
