@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from rich.style import Style
 from rich.text import Text
+from tokenizers import Encoding
 from torch import Tensor
 
 from .errors import ElectraError
@@ -85,19 +86,7 @@ def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Det
     if not isinstance(model, Pretrained):
         model = load_pretrained(_with_generator(model))
     network = model.network("discriminator")
-    tokenizer = model.needed_tokenizer()
-    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-    if not encoding.ids:
-        raise ElectraError("The text holds no token.", where="text", fix="give at least one word")
-    x = torch.tensor([[tokenizer.cls_id, *encoding.ids, tokenizer.sep_id]])  # (1, T)
-    longest = network.config.max_positions
-    if x.shape[1] > longest:
-        raise ElectraError(
-            f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
-            f"{longest:,}.",
-            where="text",
-            fix="give a shorter text, or one part after the other",
-        )
+    encoding, x = encode(model, text)
     replaced = _probabilities(network, x)
     places = zip(encoding.tokens, encoding.offsets, replaced.tolist(), strict=True)
     tokens = [Token(token, start, end, p) for token, (start, end), p in places]
@@ -107,6 +96,24 @@ def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Det
         for i, proposal in zip(at.tolist(), proposals, strict=True):
             tokens[i] = replace(tokens[i], alternatives=proposal)
     return Detection(text, _words(tokens, encoding.word_ids))
+
+
+def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
+    """The tokens of a text, and x (1, T) with [CLS] and [SEP]; not of one too long or empty."""
+    tokenizer = model.needed_tokenizer()
+    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
+    if not encoding.ids:
+        raise ElectraError("The text holds no token.", where="text", fix="give at least one word")
+    x = torch.tensor([[tokenizer.cls_id, *encoding.ids, tokenizer.sep_id]])  # (1, T)
+    longest = model.network("discriminator").config.max_positions
+    if x.shape[1] > longest:
+        raise ElectraError(
+            f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
+            f"{longest:,}.",
+            where="text",
+            fix="give a shorter text, or one part after the other",
+        )
+    return encoding, x
 
 
 def _with_generator(path: Path) -> Path:
