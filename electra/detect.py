@@ -87,7 +87,13 @@ def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Det
         model = load_pretrained(_with_generator(model))
     network = model.network("discriminator")
     encoding, x = encode(model, text)
-    replaced = _probabilities(network, x)
+    return verdict(model, text, encoding, x, _probabilities(network, x), alternatives)
+
+
+def verdict(
+    model: Pretrained, text: str, encoding: Encoding, x: Tensor, replaced: Tensor, alternatives: int
+) -> Detection:
+    """What P(replaced) of the tokens between [CLS] and [SEP], (T − 2,), says of a text."""
     places = zip(encoding.tokens, encoding.offsets, replaced.tolist(), strict=True)
     tokens = [Token(token, start, end, p) for token, (start, end), p in places]
     if model.generator is not None and alternatives > 0:
@@ -136,7 +142,7 @@ def _alternatives(
 ) -> list[tuple[Alternative, ...]]:
     """The generator's k best tokens at each of the positions `at` (S,), one masked at a time."""
     encoder, head = build_generator(network)
-    tokenizer = model.needed_tokenizer()
+    tokenizer, x = model.needed_tokenizer(), x.to(encoder.embeddings.word.weight.device)
     k = min(k, tokenizer.vocab_size)
     found: list[tuple[Alternative, ...]] = []
     for rows in at.split(_ROWS):

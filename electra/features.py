@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .tokenizer import LineEncoder, Tokenizer
+from .tokenizer import LineEncoder, Tokenizer, flatten
 
 Padding = Literal["bucketed", "dynamic", "full"]
 
@@ -25,6 +25,7 @@ Padding = Literal["bucketed", "dynamic", "full"]
 BUCKETS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _WINDOW = 64  # batches whose rows are sorted by length together
 _PART = 8192  # texts that are encoded together
+_FEW = 256  # texts for which it does not pay to make a LineEncoder, which takes 20 ms
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,17 @@ def encode_words(
         rows.append([*row, tokenizer.sep_id])
         marks.append([*mark, -1])
         owners.append(i)
+    return marked(rows, marks, owners, tokenizer, length)
+
+
+def marked(
+    rows: Sequence[Sequence[int]],
+    marks: Sequence[Sequence[int]],
+    owners: Sequence[int],
+    tokenizer: Tokenizer,
+    length: int,
+) -> Features:
+    """Rows of one segment, the target `labels` being their marks: −1 on tokens without one."""
     lengths = np.array([len(row) for row in rows], np.int32)
     shape = (len(rows), _width(lengths, length))
     tokens, target = np.full(shape, tokenizer.pad_id, np.int32), np.full(shape, -1, np.int64)
@@ -144,8 +156,12 @@ class _Encoded(NamedTuple):
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> _Encoded:
-    encoder = LineEncoder(tokenizer)
-    parts = [encoder.encode_lines(texts[i : i + _PART]) for i in range(0, len(texts), _PART)]
+    if len(texts) < _FEW:
+        encodings = tokenizer.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        parts = [flatten([encoding.ids for encoding in encodings])] if texts else []
+    else:
+        encoder = LineEncoder(tokenizer)
+        parts = [encoder.encode_lines(texts[i : i + _PART]) for i in range(0, len(texts), _PART)]
     if not parts:
         return _Encoded(np.zeros(0, np.uint32), *(np.zeros(0, np.int64) for _ in range(2)))
     counts = np.concatenate([c for _, c in parts])

@@ -433,20 +433,34 @@ def compile_blocks(encoder: Encoder) -> None:
 
 @torch.no_grad()
 def predict(
-    model: TaskModel, features: Features, device: torch.device, *, batch: int = 128
+    model: TaskModel,
+    features: Features,
+    device: torch.device,
+    *,
+    batch: int = 128,
+    tokens: int | None = None,
 ) -> Predictions:
-    """What the head says of every row, in the order of the rows."""
+    """What the head says of every row, in the order of the rows.
+
+    A forward pass has `batch` rows of similar length, or fewer, if that were more than so many
+    tokens.
+    """
     if len(features) == 0:
         return {}
     data = DeviceFeatures(features, device)
     order = np.argsort(features.lengths, kind="stable")
     per_row: dict[str, list[NDArray[Any]]] = {}
-    # Beams have the same size in every batch only if the batches have the same length.
-    same_length = isinstance(model.head, SpanHead | LinearSpanHead)
-    widest = features.tokens.shape[1]
-    for i in range(0, len(order), batch):
-        rows = order[i : i + batch]
-        needed = widest if same_length else -(-int(features.lengths[rows].max()) // 8) * 8
+    # Beams have the same size in every batch only if no batch is shorter than a beam.
+    shortest = model.head.beam if isinstance(model.head, SpanHead | LinearSpanHead) else 0
+    widest, end = features.tokens.shape[1], 0
+    while end < len(order):
+        begin, end = end, min(end + batch, len(order))
+        while (
+            tokens and end > begin + 1 and (end - begin) * features.lengths[order[end - 1]] > tokens
+        ):
+            end -= 1
+        rows = order[begin:end]
+        needed = max(shortest, -(-int(features.lengths[rows].max()) // 8) * 8)
         cut = data.batch(torch.from_numpy(rows).to(device), min(needed, widest))
         with torch.compiler.set_stance("force_eager"):
             found_now = model.predict(cut)

@@ -178,7 +178,9 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
     task = loaded.task
     is_file = len(given) < 4096 and "\n" not in given and Path(given).is_file()
     if task.kind == "qa":
-        return _predict_spans(loaded, given, device)
+        questions = squad.read(Path(given), labelled=False)
+        rows = answer_questions(loaded, questions, device)
+        return [{"id": q.id, **row} for q, row in zip(questions, rows, strict=True)]
     if is_file:
         examples = tasks.read_inputs(Path(given), task)
     else:
@@ -192,44 +194,53 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
                 else "leave out the tab",
             )
         examples = Examples([texts], [], ["0"])
+    rows = answer_texts(loaded, examples.texts, device)
+    return [{"id": i, **row} for i, row in zip(examples.ids, rows, strict=True)]
+
+
+def answer_texts(
+    loaded: FineTuned, texts: Sequence[tuple[str, ...]], device: torch.device, **batches: Any
+) -> list[dict[str, Any]]:
+    """What a model says of each text, each pair of them, or each sentence of words.
+
+    batches: how they are computed, as for `predict`.
+    """
+    task = loaded.task
     if task.kind == "tagging":
-        features = encode_words(examples.texts, [], loaded.tokenizer, loaded.length)
+        features = encode_words(texts, [], loaded.tokenizer, loaded.length)
     else:
-        nothing = np.zeros(len(examples.texts), np.int64)
-        features = encode_texts(examples.texts, nothing, loaded.tokenizer, loaded.length)
-    scores = predict(loaded.model, features, device)["logits"]
+        nothing = np.zeros(len(texts), np.int64)
+        features = encode_texts(texts, nothing, loaded.tokenizer, loaded.length)
+    scores = predict(loaded.model, features, device, **batches)["logits"]
     if task.kind == "regression":
-        values = scores[:, 0].tolist()
-        return [{"id": i, "prediction": v} for i, v in zip(examples.ids, values, strict=True)]
+        return [{"prediction": value} for value in scores[:, 0].tolist()]
     shifted = np.exp(scores - scores.max(-1, keepdims=True))
     probability = shifted / shifted.sum(-1, keepdims=True)
     if task.kind == "classification":
         return [
-            {
-                "id": i,
-                "prediction": task.labels[int(p.argmax())],
-                "probability": float(p.max()),
-            }
-            for i, p in zip(examples.ids, probability, strict=True)
+            {"prediction": task.labels[int(p.argmax())], "probability": float(p.max())}
+            for p in probability
         ]
     rows: list[dict[str, Any]] = []
     at = 0
-    for i, words in zip(examples.ids, examples.texts, strict=True):
+    for words in texts:
         tags = [task.labels[int(k)] for k in probability[at : at + len(words)].argmax(-1)]
-        rows.append({"id": i, "words": list(words), "prediction": tags})
+        rows.append({"words": list(words), "prediction": tags})
         at += len(words)
     return rows
 
 
-def _predict_spans(loaded: FineTuned, given: str, device: torch.device) -> list[dict[str, Any]]:
-    questions = squad.read(Path(given), labelled=False)
+def answer_questions(
+    loaded: FineTuned, questions: Sequence[squad.Question], device: torch.device, **batches: Any
+) -> list[dict[str, Any]]:
+    """The best span of each question's passage; questions have different ids."""
     features, windows = squad.windows(
         questions, loaded.tokenizer, length=loaded.length, training=False
     )
-    found = squad.answers(questions, windows, predict(loaded.model, features, device, batch=32))
+    scores = predict(loaded.model, features, device, **{"batch": 32, **batches})
+    found = squad.answers(questions, windows, scores)
     return [
-        {"id": q.id, "prediction": found.texts[q.id], "no_answer_score": found.null[q.id]}
-        for q in questions
+        {"prediction": found.texts[q.id], "no_answer_score": found.null[q.id]} for q in questions
     ]
 
 

@@ -30,6 +30,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -140,6 +141,13 @@ class Network:
     @property
     def disc_head(self) -> DiscHead:
         return "dense" if "head.dense.weight" in self.tensors else "linear"
+
+    @cached_property
+    def modules(self) -> Any:
+        """Encoder and head, ready for inference."""
+        pair = _empty(self.kind, self.config, self.vocab_size, self.disc_head)
+        pair.load_state_dict(self.tensors, assign=True)
+        return pair.requires_grad_(False).eval()
 
 
 @dataclass(frozen=True)
@@ -255,18 +263,12 @@ def _empty(kind: Layout, config: EncoderConfig, vocab_size: int, disc_head: Disc
         return _pair(encoder, DiscriminatorHead(config, disc_head))
 
 
-def _build(network: Network) -> Any:
-    pair = _empty(network.kind, network.config, network.vocab_size, network.disc_head)
-    pair.load_state_dict(network.tensors, assign=True)
-    return pair.requires_grad_(False).eval()
-
-
 def build_discriminator(network: Network) -> tuple[Encoder, DiscriminatorHead]:
-    return (pair := _build(network)).encoder, pair.head
+    return network.modules["encoder"], network.modules["head"]
 
 
 def build_generator(network: Network) -> tuple[Encoder, GeneratorHead]:
-    return (pair := _build(network)).encoder, pair.head
+    return network.modules["encoder"], network.modules["head"]
 
 
 def _tensors(module: nn.Module) -> Tensors:
@@ -347,7 +349,7 @@ def _export(
             is_same = replace(read.config, init=network.config.init) == network.config
             is_same &= again.needed_tokenizer().hash == tokenizer.hash
             _require_same(read.tensors, network.tensors, is_same, network.kind)
-            differences += _compare(temporary / network.kind, network, _build(network), tokenizer)
+            differences += _compare(temporary / network.kind, network, network.modules, tokenizer)
     checks = ["read back bit for bit"]
     if differences:
         checks.append(f"logits and token ids equal in transformers {version('transformers')}")

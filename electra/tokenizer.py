@@ -215,7 +215,7 @@ class LineEncoder:
         """All ids of the lines back to back, and the number of ids of each line."""
         if not self._is_word_local:
             encodings = self._backend.encode_batch_fast(list(lines), add_special_tokens=False)
-            return _flatten([encoding.ids for encoding in encodings])
+            return flatten([encoding.ids for encoding in encodings])
         if len(self._numbers) > self._MAX_WORDS or self._characters > self._MAX_CHARACTERS:
             self._forget()
 
@@ -241,7 +241,7 @@ class LineEncoder:
         others = [word for word in new if not self._is_plain(word)]
         encodings = self._backend.encode_batch_fast(others, add_special_tokens=False)
         rows = {word: encoding.ids for word, encoding in zip(others, encodings, strict=True)}
-        ids, lengths = _flatten([rows[w] if w in rows else self._plain_ids(w) for w in new])
+        ids, lengths = flatten([rows[w] if w in rows else self._plain_ids(w) for w in new])
         starts = len(self._ids) + np.cumsum(lengths) - lengths
         self._ids = np.concatenate([self._ids, ids])
         self._starts = np.concatenate([self._starts, starts])
@@ -281,7 +281,7 @@ def take_runs(
     return values[np.repeat(starts - (stops - lengths), lengths) + np.arange(total)]
 
 
-def _flatten(rows: list[list[int]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+def flatten(rows: list[list[int]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     ids = np.fromiter(chain.from_iterable(rows), np.uint32, int(lengths.sum()))
     return ids, lengths
