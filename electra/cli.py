@@ -660,6 +660,42 @@ class OnnxCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeCommand:
+    """Answer over HTTP with a model: detect, classify, tag, answer, embed (extra serve)."""
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """An export, a run, a fine-tuned model or a transformers ELECTRA."""
+    port: int = 8000
+    """Where it listens; 0: any that is free."""
+    host: str = "127.0.0.1"
+    """Beyond this machine only with a token in ELECTRA_TOKEN."""
+    names: tuple[str, ...] = ()
+    """Host names, other than localhost, under which it is reached."""
+    workers: int | None = None
+    """Batches computed at the same time; default: one per core, on a GPU one."""
+    characters: int = 10_000
+    """The longest text."""
+    queue: int = 256
+    """Requests at work and waiting; more are told to come back."""
+    seconds: float = 30.0
+    """The longest wait for an answer."""
+
+    def run(self) -> int:
+        from .serve import serve
+        from .web import Limits
+
+        given = {"characters": self.characters, "queue": self.queue, "seconds": self.seconds}
+        for name, value in given.items():
+            if value < 1:
+                raise ElectraError(f"{name} is {value}.", where=f"--{name}", fix="use 1 or more")
+        # Two texts, in JSON at worst two escapes of six bytes a character.
+        body = 24 * self.characters + 1024
+        limits = Limits(self.characters, body, {}, self.queue, None, self.seconds)
+        options: dict[str, Any] = {"workers": self.workers, "hosts": self.names}
+        return serve(self.model, self.host, self.port, limits=limits, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoCommand:
     """Train, try and compare a tiny ELECTRA on real English text: offline, in a few minutes."""
 
@@ -703,6 +739,7 @@ Command = (
     | DetectCommand
     | EmbedCommand
     | OnnxCommand
+    | ServeCommand
     | DemoCommand
     | EnvCommand
 )
@@ -723,6 +760,7 @@ COMMANDS: dict[str, type[Command]] = {
     "detect": DetectCommand,
     "embed": EmbedCommand,
     "onnx": OnnxCommand,
+    "serve": ServeCommand,
     "demo": DemoCommand,
     "env": EnvCommand,
 }

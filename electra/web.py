@@ -43,7 +43,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import EXIT_STOPPED, EXIT_USER, ElectraError, StopRequest
+from .errors import EXIT_BUG, EXIT_STOPPED, EXIT_USER, ElectraError, StopRequest
 
 try:
     import uvicorn
@@ -51,8 +51,10 @@ try:
     from starlette.datastructures import Headers, MutableHeaders
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import HTMLResponse as HTMLResponse
     from starlette.responses import JSONResponse, Response
     from starlette.routing import BaseRoute
+    from starlette.routing import Route as Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 except ImportError as error:
     raise ElectraError(
@@ -368,7 +370,10 @@ def listen(app: Guard, host: str = "127.0.0.1", port: int = 0, *, title: str = "
     server = _Server(config)
     server.greeting = f"{title}: http://{name}:{port} (Ctrl-C ends it)"
     with bound:
-        server.run(sockets=[bound])
+        try:
+            server.run(sockets=[bound])
+        except SystemExit:  # uvicorn's way to say that the application did not start; it says why
+            return EXIT_BUG
     return EXIT_STOPPED
 
 
