@@ -438,12 +438,12 @@ def predict(
     device: torch.device,
     *,
     batch: int = 128,
-    tokens: int | None = None,
+    padding: int | None = None,
 ) -> Predictions:
     """What the head says of every row, in the order of the rows.
 
-    A forward pass has `batch` rows of similar length, or fewer, if that were more than so many
-    tokens.
+    A forward pass has `batch` rows of similar length; or fewer, if the next one is so much longer
+    that more than `padding` tokens had to be added to the others, and a pass of its own is cheaper.
     """
     if len(features) == 0:
         return {}
@@ -452,15 +452,16 @@ def predict(
     per_row: dict[str, list[NDArray[Any]]] = {}
     # Beams have the same size in every batch only if no batch is shorter than a beam.
     shortest = model.head.beam if isinstance(model.head, SpanHead | LinearSpanHead) else 0
-    widest, end = features.tokens.shape[1], 0
+    step = 8 if device.type == "cuda" else 1  # its attention kernels want that
+    widest, lengths, end = features.tokens.shape[1], features.lengths[order], 0
     while end < len(order):
-        begin, end = end, min(end + batch, len(order))
-        while (
-            tokens and end > begin + 1 and (end - begin) * features.lengths[order[end - 1]] > tokens
+        begin, end = end, end + 1
+        while end < min(begin + batch, len(order)) and (
+            padding is None or (end - begin) * (lengths[end] - lengths[end - 1]) <= padding
         ):
-            end -= 1
+            end += 1
         rows = order[begin:end]
-        needed = max(shortest, -(-int(features.lengths[rows].max()) // 8) * 8)
+        needed = max(shortest, -(-int(lengths[end - 1]) // step) * step)
         cut = data.batch(torch.from_numpy(rows).to(device), min(needed, widest))
         with torch.compiler.set_stance("force_eager"):
             found_now = model.predict(cut)

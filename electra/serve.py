@@ -69,7 +69,7 @@ Values = dict[str, Any]
 
 _REQUESTS = 32  # that a worker computes together
 _PATIENCE = 0.002  # seconds that it waits for more of them
-_TOKENS = {"cpu": 512, "cuda": 1 << 14}  # of a forward pass: more is not faster
+_PADDING = {"cpu": 24, "cuda": 4096}  # tokens that cost as much as another forward pass
 _EMBED_LENGTH = 128  # tokens of a text that /embed reads, as `electra embed`
 
 
@@ -169,7 +169,7 @@ def _list(of: Values, what: str) -> Values:
 def _of_task(tuned: FineTuned, device: torch.device) -> tuple[str, Endpoint]:
     """The endpoint of a fine-tuned model, and its name."""
     task, length = tuned.task, tuned.length
-    batches = {"tokens": _TOKENS[device.type]}
+    batches = {"padding": _PADDING[device.type]}
     label: Values = {**_text("the answer"), "enum": list(task.labels)}
     if task.kind == "qa":
 
@@ -267,7 +267,7 @@ def _detection(
         rows = [x[0].tolist() for _, x in encoded]
         marks = [[-1, *[0] * (len(row) - 2), -1] for row in rows]
         features = marked(rows, marks, range(len(rows)), tokenizer, longest)
-        logits = predict(network, features, device, tokens=_TOKENS[device.type])["logits"]
+        logits = predict(network, features, device, padding=_PADDING[device.type])["logits"]
         replaced = torch.from_numpy(logits).sigmoid().split([len(row) - 2 for row in rows])
         return [
             {
@@ -310,7 +310,7 @@ def _embedding(encoder: Encoder, tokenizer: Tokenizer, device: torch.device) -> 
     def vectors(asked: list[Values]) -> list[Values]:
         texts = [(one["text"],) for one in asked]
         features = encode_texts(texts, np.zeros(len(texts)), tokenizer, length)
-        found = predict(network, features, device, tokens=_TOKENS[device.type])["vector"]
+        found = predict(network, features, device, padding=_PADDING[device.type])["vector"]
         found[features.lengths == 2] = 0
         return [{"vector": vector.tolist()} for vector in found]
 
