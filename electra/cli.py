@@ -684,10 +684,11 @@ class ServeCommand:
         from .serve import serve
         from .web import Limits
 
-        given = {"characters": self.characters, "queue": self.queue, "seconds": self.seconds}
-        for name, value in given.items():
-            if value < 1:
-                raise ElectraError(f"{name} is {value}.", where=f"--{name}", fix="use 1 or more")
+        for name in ("characters", "queue", "seconds", "workers"):
+            value, most = getattr(self, name), 1_000_000
+            if value is not None and not 1 <= value <= most:
+                fix = f"use 1 to {most:,}"
+                raise ElectraError(f"{name} is {value}.", where=f"--{name}", fix=fix)
         # Two texts, in JSON at worst two escapes of six bytes a character.
         body = 24 * self.characters + 1024
         limits = Limits(self.characters, body, {}, self.queue, None, self.seconds)

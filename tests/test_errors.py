@@ -384,6 +384,12 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("detect", "there is no discriminator"): lambda p: [
         *("detect", "a", "--model", p.made.export / "generator"),
     ],
+    ("serve", "there is no model"): lambda p: ["serve", p.here],
+    ("serve", "a limit is out of range"): lambda p: ["serve", p.here, "--queue", "0"],
+    ("serve", "the port does not exist"): lambda p: ["serve", p.made.export, "--port", "65536"],
+    ("serve", "other machines could reach it"): lambda p: [
+        *("serve", p.made.export, "--port", "0", "--host", "0.0.0.0"),
+    ],
     ("demo", "the demo is done already"): lambda p: [
         *("demo", "--out", p.file("out/demo.json", "{}").parent),
     ],

@@ -7,6 +7,8 @@ import contextlib
 import http.client
 import json
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -379,8 +381,13 @@ def memory_of(process: subprocess.Popen[str]) -> int:
     return int(found[1]) // 1024
 
 
-def test_a_thousand_requests_leave_the_command_as_it_was(models: dict[str, Path]) -> None:
-    """Of all kinds, over sixteen connections; then it ends cleanly."""
+def test_the_command_does_what_its_page_says_and_so_after_a_thousand_requests(
+    models: dict[str, Path],
+) -> None:
+    """The commands of docs/serving.md, requests of all kinds over sixteen connections, the end."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    lines = [shlex.split(line) for line in page.splitlines() if line.startswith("curl ")]
+    assert len(lines) == 4
     body = json.dumps({"text": "one old river"})
     wrong = (
         '{"text": 1}',
@@ -403,6 +410,10 @@ def test_a_thousand_requests_leave_the_command_as_it_was(models: dict[str, Path]
             connection.close()
             return statuses
 
+        for line in lines if shutil.which("curl") else []:
+            line[-1] = line[-1].replace("8000", str(port))
+            done = subprocess.run([*line, "--silent"], capture_output=True, check=True, timeout=60)
+            assert "what" not in json.loads(done.stdout), line
         before = memory_of(process)
         with ThreadPoolExecutor(16) as pool:
             statuses = [status for found in pool.map(client, range(16)) for status in found]

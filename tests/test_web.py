@@ -22,8 +22,8 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from electra import web  # noqa: E402
-from electra.errors import ElectraError  # noqa: E402
+from electra import web
+from electra.errors import ElectraError
 
 ROOT = Path(__file__).parents[1]
 APP = """
