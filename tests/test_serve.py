@@ -186,6 +186,11 @@ def test_an_answer_does_not_depend_on_the_requests_beside_it(
     object.__setattr__(endpoint, "compute", counted)
     together = ask(server, *((f"/{path}", body) for body in bodies(name)))
     assert max(sizes) > 1, "nothing was computed together"
+    answered = [
+        body for body, (status, _) in zip(bodies(name), together, strict=True) if status == 200
+    ]
+    values = [endpoint.read(body, 2000) for body in answered]
+    assert_close(compute(values), [compute([one])[0] for one in values])  # nothing has to fall back
     for body, (status, found) in zip(bodies(name), together, strict=True):
         if name == "detect" and not body["text"].strip("\x00\x1f\t "):
             assert (status, found["what"]) == (400, "The text holds no token.")
