@@ -247,7 +247,8 @@ class Guard:
         if not counts:
             return
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-        is_same = origin is None or origin.lower() in (f"http://{host}", f"https://{host}".lower())
+        own = (f"http://{host}".lower(), f"https://{host}".lower())
+        is_same = origin is None or origin.lower() in own
         if not is_same or site not in ("none", "same-origin"):
             what = "A page of another origin sent this request."
             raise Refused(403, what, where="origin", fix="open the page of this server itself")

@@ -168,8 +168,9 @@ def test_a_name_that_somebody_pointed_here_is_refused(
 
 
 def test_no_page_of_another_origin_can_send_anything(server: Server) -> None:
-    own = {"host": "localhost:8000", "origin": "http://localhost:8000"}
-    assert server.post("/echo", {"text": ""}, **own, sec_fetch_site="same-origin")[0] == 200
+    for host in ("localhost:8000", "Model.Example"):
+        own = {"host": host, "origin": f"http://{host.lower()}", "sec_fetch_site": "same-origin"}
+        assert server.post("/echo", {"text": ""}, **own)[0] == 200
     for origin in ("http://evil.example", "null", "http://localhost:9000", "file://", ""):
         status, _, error = server.post("/echo", {"text": ""}, host="localhost:8000", origin=origin)
         assert (status, error["where"]) == (403, "origin"), origin
