@@ -67,10 +67,18 @@ from .web import (  # also what is of starlette: it says so if that is missing
 
 Values = dict[str, Any]
 
+_NAMES = ("detect", "classify", "tag", "answer", "embed")
 _REQUESTS = 32  # that a worker computes together
 _PATIENCE = 0.002  # seconds that it waits for more of them
 _PADDING = {"cpu": 24, "cuda": 4096}  # tokens that cost as much as another forward pass
 _EMBED_LENGTH = 128  # tokens of a text that /embed reads, as `electra embed`
+_STYLE = """\
+:root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
+main { max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
+pre { padding: .5rem; border: 1px solid; overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+td { border-bottom: 1px solid; padding: .25rem .5rem .25rem 0; vertical-align: top; }
+"""
 
 
 # ---------------------------------------------------------------------- what a model can do
@@ -433,7 +441,7 @@ class Server:
                 }
             ),
         }
-        routes += [Route(path, _constant(page)) for path, page in pages.items()]
+        routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
         return application(routes, self.limits, hosts=hosts, lifespan=self._running)
 
     @contextlib.asynccontextmanager
@@ -575,21 +583,3 @@ def _page(openapi: Values, service: Service) -> str:
 def _choices(schema: Values) -> str:
     names = cast(list[str], schema.get("enum", schema.get("items", {}).get("enum", [])))
     return ": " + ", ".join(f"<code>{html.escape(n)}</code>" for n in names) if names else ""
-
-
-def _constant(response: Response) -> Callable[[Request], Response]:
-    async def same(request: Request) -> Response:
-        del request
-        return response
-
-    return same  # pyright: ignore[reportReturnType]
-
-
-_NAMES = ("detect", "classify", "tag", "answer", "embed")
-_STYLE = """\
-:root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
-main { max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-pre { padding: .5rem; border: 1px solid; overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-td { border-bottom: 1px solid; padding: .25rem .5rem .25rem 0; vertical-align: top; }
-"""
