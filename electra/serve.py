@@ -5,9 +5,10 @@ Comes in: whatever `detect`, `predict` and `embed` read. Goes out: a server with
 page that describes them. What is refused, and how, is in `web.py`.
 
 A request waits in a queue until one of the workers, a thread per core, is free; it takes its share
-of those that wait, at most `_REQUESTS`, and computes them in forward passes of texts of similar
-length. Under load it waits for others for `_PATIENCE`, else not at all. An answer does not depend
-on what it was computed with, but for rounding; a request that fails, fails alone.
+of those that wait, at most `_REQUESTS` or `_CHARACTERS` of them, and computes them in forward
+passes of texts of similar length. Under load it waits for others for `_PATIENCE`, else not at all.
+An answer does not depend on what it was computed with, but for rounding; a request that fails,
+fails alone.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ Values = dict[str, Any]
 
 _NAMES = ("detect", "classify", "tag", "answer", "embed")
 _REQUESTS = 32  # that a worker computes together
+_CHARACTERS = 1 << 14  # of these requests, or one: those behind it would wait too long
 _PATIENCE = 0.002  # seconds that it waits for more of them
 _PADDING = {"cpu": 24, "cuda": 4096}  # tokens that cost as much as another forward pass
 _EMBED_LENGTH = 128  # tokens of a text that /embed reads, as `electra embed`
@@ -391,8 +393,11 @@ class Batcher:
                     self._ready.wait_for(lambda: len(self._waiting) >= _REQUESTS, _PATIENCE)
             share = min(-(-len(self._waiting) // self._idle), _REQUESTS)
             self._idle -= 1
-            jobs = [self._waiting.popleft() for _ in range(share)]
-            self._is_busy = share > 1
+            jobs, room = list[_Job](), _CHARACTERS
+            while len(jobs) < share and room > 0:
+                jobs.append(self._waiting.popleft())
+                room -= sum(len(v) for v in jobs[-1].values.values() if isinstance(v, str))
+            self._is_busy = len(jobs) > 1
             if self._waiting:
                 self._ready.notify()
             return jobs

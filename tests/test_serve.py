@@ -247,13 +247,13 @@ def test_a_request_that_fails_fails_alone(models: dict[str, Path]) -> None:
     assert "cannot be computed" not in json.dumps(found)
 
 
-def test_one_that_stopped_waiting_is_not_computed() -> None:
+def test_what_is_computed_together_and_that_one_that_stopped_waiting_is_not() -> None:
     """Its client has gone, or its time was up, while the workers were busy with others."""
     begun, go_on = threading.Event(), threading.Event()
-    computed: list[str] = []
+    computed: list[list[str]] = []
 
     def slow(asked: list[Any]) -> list[Any]:
-        computed.extend(one["text"] for one in asked)
+        computed.append([one["text"] for one in asked])
         begun.set()
         assert go_on.wait(60)
         return asked
@@ -263,12 +263,19 @@ def test_one_that_stopped_waiting_is_not_computed() -> None:
     first = batcher.submit(endpoint, {"text": "first"})
     assert begun.wait(60)
     gone, stays = (batcher.submit(endpoint, {"text": text}) for text in ("gone", "stays"))
+    long = [batcher.submit(endpoint, {"text": i * 7000}) for i in "abcde"]
     assert gone.cancel()
     go_on.set()
     assert first.result(60) == {"text": "first"}
     assert stays.result(60) == {"text": "stays"}
+    assert [future.result(60)["text"][0] for future in long] == [*"abcde"]
     batcher.close()
-    assert computed == ["first", "stays"]
+    # And long texts do not wait for very many others.
+    assert [[text[:5] for text in each] for each in computed] == [
+        ["first"],
+        ["stays", "aaaaa", "bbbbb", "ccccc"],
+        ["ddddd", "eeeee"],
+    ]
 
 
 def test_waiting_requests_are_shared_among_idle_workers() -> None:
