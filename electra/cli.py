@@ -697,6 +697,27 @@ class ServeCommand:
 
 
 @dataclass(frozen=True, kw_only=True)
+class UiCommand:
+    """Open a page to try a model, watch runs, fine-tune on a table and look inside (extra ui)."""
+
+    model: Path | None = None
+    """An export or a run with both networks, or a discriminator; without it only runs are shown."""
+    runs: Path = Path("runs")
+    """The folder whose runs are shown, and which gets tables and classifiers."""
+    port: int = 7860
+    """Where it listens."""
+    host: str = "127.0.0.1"
+    """Beyond this machine only with a token in ELECTRA_TOKEN."""
+    per_minute: int = 30
+    """Requests of one client in a minute, without those that only read."""
+
+    def run(self) -> int:
+        from .ui import ui
+
+        return ui(self.model, self.runs, self.host, self.port, self.per_minute)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoCommand:
     """Train, try and compare a tiny ELECTRA on real English text: offline, in a few minutes."""
 
@@ -741,6 +762,7 @@ Command = (
     | EmbedCommand
     | OnnxCommand
     | ServeCommand
+    | UiCommand
     | DemoCommand
     | EnvCommand
 )
@@ -762,6 +784,7 @@ COMMANDS: dict[str, type[Command]] = {
     "embed": EmbedCommand,
     "onnx": OnnxCommand,
     "serve": ServeCommand,
+    "ui": UiCommand,
     "demo": DemoCommand,
     "env": EnvCommand,
 }

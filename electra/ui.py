@@ -1,0 +1,765 @@
+"""`electra ui`: one page to try a model, watch runs, fine-tune on a table and look inside.
+
+Comes in: a model with its generator (or a discriminator alone, or none), and a folder of runs. Goes
+out: the files in page/ and, for them, a small JSON interface behind the limits of web.py. Runs,
+tables and classifiers are known by their names in that folder: a request only ever picks one of the
+names that are there, so no path is made of what a client says. Training is `electra finetune` in a
+process of its own, one at a time; what is dropped in lies in RUNS/uploads and nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import io
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from torch import Tensor
+
+from . import __version__, tasks
+from .config import ObjectiveConfig
+from .corruption import choose_positions, num_masked, sample
+from .detect import _probabilities, _with_generator, encode
+from .encoder import Block
+from .errors import EXIT_STOPPED, ElectraError
+from .features import encode_texts
+from .files import read_json, write_atomic
+from .finetune import predict
+from .hf import FineTuned, Pretrained, build_discriminator, build_generator, load_finetuned
+from .hf import load_pretrained as load
+from .randomness import Purpose, StepRng
+from .report import _read_pretraining, _read_results
+from .rundir import differences
+from .runlog import read_metrics
+from .web import Limits, Refused, application, listen, read_object, text_field
+
+UPLOAD_BYTES = 16 << 20  # of one table
+UPLOADS_BYTES = 256 << 20  # of all tables in the folder
+_WORKERS = 2  # requests that compute at the same time
+_ALTERNATIVES = 8  # of the generator, per place
+_EXPLORED = 96  # tokens of a text in Explore, where each of them is asked apart
+_MOST_RUNS = 200
+_MOST_SHOWN = 8  # runs in one picture
+_POINTS = 400  # of a curve
+_TABLES = (".csv", ".tsv", ".jsonl")
+_FILES = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+
+Json = dict[str, Any]
+
+
+def ui(model: Path | None, runs: Path, host: str, port: int, per_minute: int) -> int:
+    """Answer until the process is asked to stop."""
+    bodies = {"/api/upload": UPLOAD_BYTES}
+    page = Page(model, runs, Limits(bodies=bodies, per_minute=per_minute))
+    return listen(page.app, host, port, title="electra ui")
+
+
+class Page:
+    """The page's state: the model, the folder of runs, and the job under way."""
+
+    def __init__(self, model: Path | None, runs: Path, limits: Limits) -> None:
+        self.path, self.runs, self.limits = model, runs, limits
+        self.model = load(_with_generator(model)) if model else None
+        if self.model is not None:
+            self.model.network("discriminator")
+            self.model.needed_tokenizer()
+        self.job: Job | None = None
+        self._pool = ThreadPoolExecutor(_WORKERS, "compute")
+        self._seen: dict[Path, tuple[Any, Any]] = {}
+        self._loaded: tuple[Path, float, FineTuned] | None = None
+        self._uploading = False
+        routes = [Route(f"/{name}", _static(name)) for name in _FILES]
+        routes += [
+            Route("/", _static("index.html")),
+            Route("/api/info", self.info),
+            Route("/api/runs", self.list_runs),
+            Route("/api/job", self.show_job),
+            Route("/api/download", self.download),
+            Route("/api/detect", self.detect, methods=["POST"]),
+            Route("/api/explore", self.explore, methods=["POST"]),
+            Route("/api/upload", self.upload, methods=["POST"]),
+            Route("/api/finetune", self.finetune, methods=["POST"]),
+            Route("/api/cancel", self.cancel, methods=["POST"]),
+            Route("/api/classify", self.classify, methods=["POST"]),
+        ]
+        self.app = application(routes, limits, lifespan=self._lifespan)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: object) -> AsyncGenerator[None]:
+        yield
+        if self.job is not None:
+            await asyncio.to_thread(self.job.end)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _compute(self, work: Callable[..., Any], *args: Any) -> JSONResponse:
+        loop = asyncio.get_running_loop()
+        return JSONResponse(await loop.run_in_executor(self._pool, work, *args))
+
+    def _needed_model(self) -> Pretrained:
+        if self.model is None:
+            raise Refused(409, "There is no model.", fix="start electra ui with --model")
+        return self.model
+
+    async def info(self, _: Request) -> JSONResponse:
+        about: Json | None = None
+        if self.model is not None and self.path is not None:
+            c = self.model.network("discriminator").config
+            about = {
+                "name": self.path.resolve().name,
+                "generator": self.model.generator is not None,
+            }
+            about |= {"tokens": c.max_positions, "layers": c.layers, "heads": c.attention_heads}
+        limits = {"text": self.limits.text, "upload": UPLOAD_BYTES}
+        folder = self.runs.resolve().name
+        return JSONResponse(
+            {"version": __version__, "model": about, "runs": folder, "limits": limits}
+        )
+
+    # ------------------------------------------------------------------ the networks
+
+    async def detect(self, request: Request) -> JSONResponse:
+        model, given = self._needed_model(), await read_object(request)
+        text = text_field(given, "text", self.limits.text)
+        masked, seed, forced = given.get("masked"), given.get("seed", 0), given.get("forced", {})
+        if not _is_count(seed, 1 << 32):
+            raise Refused(422, "The seed is no whole number below 2³².", where="seed")
+        if masked is not None and not (
+            isinstance(masked, list) and all(_is_count(i, 1 << 16) for i in cast(Any, masked))
+        ):
+            raise Refused(422, "The places are no list of whole numbers.", where="masked")
+        try:
+            choices = {int(place): int(token) for place, token in dict(forced).items()}
+        except (TypeError, ValueError) as error:
+            raise Refused(422, "No token is forced like this.", where="forced") from error
+        return await self._compute(corrupt, model, text, masked, seed, choices)
+
+    async def explore(self, request: Request) -> JSONResponse:
+        model, given = self._needed_model(), await read_object(request)
+        return await self._compute(explore, model, text_field(given, "text", self.limits.text))
+
+    # ------------------------------------------------------------------ runs
+
+    async def list_runs(self, request: Request) -> JSONResponse:
+        return await self._compute(self._list_runs, request.query_params.getlist("show"))
+
+    def _list_runs(self, names: Sequence[str]) -> Json:
+        found = find_runs(self.runs)
+        locked = _locked_files()
+        listed = [self._describe(path, name, locked) for name, path in found.items()]
+        shown = [name for name in names if name in found][:_MOST_SHOWN]
+        curves = {name: self._once(found[name], _curves) for name in shown}
+        return {"runs": listed, "curves": curves, "differences": _settings(found, shown)}
+
+    def _once(self, path: Path, read: Callable[[Path], Json]) -> Json:
+        """What `read` makes of a run's files, read again when they have changed."""
+        files = [path / name for name in ("metrics.jsonl", "run.json", "results.json")]
+        stats = [(f.stat().st_mtime_ns, f.stat().st_size) if f.is_file() else 0 for f in files]
+        key = path / read.__name__
+        if key not in self._seen or self._seen[key][0] != stats:
+            self._seen[key] = (stats, read(path))
+        return self._seen[key][1]
+
+    def _describe(self, path: Path, name: str, locked: set[tuple[int, int]]) -> Json:
+        try:
+            about = dict(self._once(path, _summary))
+        except ElectraError as error:
+            return {"name": name, "state": "damaged", "warnings": [error.what]}
+        lock, log = path / ".lock", path / "metrics.jsonl"
+        about["running"] = lock.is_file() and _file_number(lock) in locked
+        age = time.time() - log.stat().st_mtime if log.is_file() else 0.0
+        about["warnings"] = [*about["warnings"], *_moment_warnings(path, about, age)]
+        return {**about, "name": name, "age": round(age)}
+
+    # ------------------------------------------------------------------ fine-tuning
+
+    async def upload(self, request: Request) -> JSONResponse:
+        """A table as the body, its name in the query; answers with a preview of it."""
+        name = Path(request.query_params.get("name", "").replace("\\", "/")).name
+        suffix = Path(name).suffix.lower()
+        if suffix not in _TABLES:
+            what = f"This is no {' '.join(_TABLES)} file."
+            raise Refused(415, what, where="name", fix="save the table as CSV")
+        if self._uploading:
+            raise Refused(503, "Another table is coming in.", fix="try again", retry_after="2")
+        self._uploading = True
+        try:
+            data = await request.body()
+            return await self._compute(self._store, Path(name).stem, suffix, data)
+        finally:
+            self._uploading = False
+
+    def _store(self, stem: str, suffix: str, data: bytes) -> Json:
+        folder = self.runs / "uploads"
+        folder.mkdir(parents=True, exist_ok=True)
+        used = sum(file.stat().st_size for file in folder.iterdir())
+        if used + len(data) > UPLOADS_BYTES:
+            what = f"The tables in {folder.name} already take {used / 2**20:,.0f} MB."
+            raise Refused(507, what, where="uploads", fix="delete those you no longer need")
+        digest = hashlib.sha256(data).hexdigest()[:8]
+        path = folder / f"{_plain(stem)}-{digest}{suffix}"
+        write_atomic(path, data)
+        try:
+            return {"table": path.name, "name": f"{stem}{suffix}", **preview(path)}
+        except ElectraError as error:
+            path.unlink()
+            where = error.where.replace(str(path), stem + suffix)
+            raise Refused(422, error.what, where=where, fix=error.fix) from error
+
+    async def finetune(self, request: Request) -> JSONResponse:
+        self._needed_model()
+        given = await read_object(request)
+        table = self.runs / "uploads" / str(given.get("table"))
+        if given.get("table") not in _names(self.runs / "uploads"):
+            raise Refused(404, "There is no such table.", where="table", fix="drop it in again")
+        known = [c["name"] for c in (await asyncio.to_thread(preview, table))["columns"]]
+        listed, label = given.get("columns"), str(given.get("label"))
+        columns = [str(name) for name in cast(Any, listed)] if isinstance(listed, list) else []
+        wanted = {*columns, label}
+        if not 1 <= len(columns) <= 2 or len(wanted) != len(columns) + 1 or not wanted <= {*known}:
+            what = "One or two columns of text and another one of labels are needed."
+            raise Refused(422, what, where="columns", fix=f"known here: {', '.join(known[:20])}")
+        if odd := [name for name in columns if "," in name]:
+            raise Refused(422, f"{odd[0]!r} has a comma.", where="columns", fix="rename the column")
+        epochs, seeds = given.get("epochs", 3), given.get("seeds", 1)
+        if not (_is_count(epochs, 51) and _is_count(seeds, 6) and epochs and seeds):
+            raise Refused(422, "1 to 50 passes and 1 to 5 seeds are possible.", where="epochs")
+        if self.job is not None and self.job.state == "running":
+            what = f"{self.job.name} is being trained; there is one at a time."
+            raise Refused(409, what, where="job", fix="wait for it, or cancel it")
+        stem = table.stem.rpartition("-")[0]
+        names = (f"tuned-{stem}-{i}" for i in range(1, 100))
+        name = next((name for name in names if not (self.runs / name).exists()), None)
+        if name is None:
+            what = f"There are 99 fine-tunings of {stem} already."
+            raise Refused(507, what, where="runs", fix="delete those you no longer need")
+        command = ["--model", str(self.path), "--data", str(table), "--out", str(self.runs / name)]
+        command += [f"--text={','.join(columns)}", f"--label={label}"]
+        command += ["--epochs", str(epochs), "--seeds", str(seeds)]
+        self.job = Job(name, self.runs / name, command)
+        return JSONResponse(self.job.describe())
+
+    async def cancel(self, _: Request) -> JSONResponse:
+        if self.job is None or self.job.state != "running":
+            raise Refused(409, "Nothing is being trained.", where="job")
+        self.job.cancel()
+        return JSONResponse(self.job.describe())
+
+    async def show_job(self, _: Request) -> JSONResponse:
+        return await self._compute(self._show_job)
+
+    def _show_job(self) -> Json:
+        job = self.job.describe() if self.job else None
+        return {"job": job, "classifiers": list(self._classifiers().values())}
+
+    def _classifiers(self) -> dict[str, Json]:
+        """What fine-tuning made of one or two texts, and can be tried: by name."""
+        found: dict[str, Json] = {}
+        for name, path in find_runs(self.runs).items():
+            with contextlib.suppress(ElectraError):
+                about = self._once(path, _results) if (path / "model").is_dir() else {}
+                if about.get("kind") in ("classification", "regression"):
+                    found[name] = {"name": name, **about}
+        return found
+
+    def _classifier(self, name: object) -> Path:
+        if name not in self._classifiers():
+            raise Refused(404, "There is no such classifier.", where="run", fix="choose a listed")
+        return self.runs / str(name)
+
+    async def classify(self, request: Request) -> JSONResponse:
+        given = await read_object(request)
+        texts = given.get("texts")
+        if not isinstance(texts, list) or not 1 <= len(cast(Any, texts)) <= 2:
+            raise Refused(422, "One text or two are needed.", where="texts")
+        both = [text_field({"text": text}, "text", self.limits.text) for text in cast(Any, texts)]
+        return await self._compute(self._classify, given.get("run"), both)
+
+    def _classify(self, name: object, texts: list[str]) -> Json:
+        path = self._classifier(name)
+        written = (path / "model" / "electra.json").stat().st_mtime
+        if self._loaded is None or self._loaded[:2] != (path, written):
+            self._loaded = (path, written, load_finetuned(path))
+        tuned = self._loaded[2]
+        if len(texts) != len(tuned.task.texts):
+            raise Refused(422, f"The model reads {len(tuned.task.texts)} texts.", where="texts")
+        features = encode_texts(
+            [tuple(texts)], np.zeros(1, np.int64), tuned.tokenizer, tuned.length
+        )
+        logits = torch.from_numpy(predict(tuned.model, features, torch.device("cpu"))["logits"][0])
+        if tuned.task.kind == "regression":
+            return {"value": float(logits[0])}
+        p = logits.softmax(-1).tolist()
+        return {
+            "classes": [{"label": n, "p": q} for n, q in zip(tuned.task.labels, p, strict=True)]
+        }
+
+    async def download(self, request: Request) -> StreamingResponse:
+        name = request.query_params.get("run")
+        folder = await asyncio.to_thread(self._classifier, name) / "model"
+        plain = _plain(str(name))
+        head = {"content-disposition": f'attachment; filename="{plain}.zip"'}
+        return StreamingResponse(_zipped(folder, plain), media_type="application/zip", headers=head)
+
+
+# ---------------------------------------------------------------------- the networks
+
+
+def _is_count(value: object, below: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
+
+
+def _pieces(encoding: Any, text: str) -> list[Json]:
+    """The tokens with their characters, and whether white space stands before them."""
+    pieces: list[Json] = []
+    end = 0
+    for start, stop in encoding.offsets:
+        gap = text[end:start]
+        pieces.append({"text": text[start:stop], "space": bool(gap), "break": "\n" in gap})
+        end = stop
+    return pieces
+
+
+@torch.no_grad()
+def corrupt(
+    model: Pretrained, text: str, masked: list[int] | None, seed: int, forced: dict[int, int]
+) -> Json:
+    """The text as training would corrupt it, and what the discriminator says of every token.
+
+    masked: places of tokens, or None for 15 % of them as in training. forced: tokens that the
+    generator has to put, by place. Every place has its own draw, whatever else is masked.
+    """
+    network, tokenizer = model.network("discriminator"), model.needed_tokenizer()
+    encoding, x = encode(model, text)
+    count, vocab_size = len(encoding.ids), tokenizer.vocab_size
+    rng = StepRng(seed, torch.tensor(0), torch.tensor([0]))
+    pieces = _pieces(encoding, text)
+    at = torch.zeros(0, dtype=torch.int64)
+    if model.generator is not None:
+        if masked is None:
+            inside = torch.ones_like(x, dtype=torch.bool)
+            inside[0, [0, -1]] = False
+            length, settings = torch.tensor([x.shape[1]]), ObjectiveConfig()
+            slots = int(num_masked(length, count, settings))
+            at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
+        else:
+            at = torch.tensor(sorted({i for i in masked if i < count}), dtype=torch.int64)
+    x_corrupt = x.clone()
+    if model.generator is not None and len(at):
+        encoder, head = build_generator(model.generator)
+        x_masked = x.index_fill(1, at + 1, tokenizer.mask_id)
+        h = encoder(x_masked, torch.zeros_like(x), None, None)[0, at + 1]  # (M, D)
+        g = head(h, encoder.embeddings.word.weight)[:, :vocab_size].float()  # (M, V)
+        drawn = sample(g, rng.uniform(Purpose.SAMPLE, count)[0, at])
+        p, best = g.softmax(-1), g.topk(min(_ALTERNATIVES, vocab_size)).indices
+        for k, place in enumerate(at.tolist()):
+            put = forced.get(place, int(drawn[k]))
+            if not 0 <= put < vocab_size:
+                raise Refused(422, "There is no such token.", where="forced")
+            x_corrupt[0, place + 1] = put
+            ids = list(dict.fromkeys([*best[k].tolist(), int(drawn[k]), put, encoding.ids[place]]))
+            names = tokenizer.decode_tokens(ids)
+            pieces[place] |= {
+                "masked": True,
+                "drawn": int(drawn[k]),
+                "put": put,
+                "own": encoding.ids[place],
+                "alternatives": [
+                    {"id": i, "token": n, "p": float(p[k, i])}
+                    for i, n in zip(ids, names, strict=True)
+                ],
+            }
+    before, after = _probabilities(network, x), _probabilities(network, x_corrupt)
+    changed = (x_corrupt != x)[0, 1:-1].tolist()
+    now = tokenizer.decode_tokens(x_corrupt[0, 1:-1].tolist())
+    for i, piece in enumerate(pieces):
+        piece |= {"replaced": changed[i], "before": float(before[i]), "p": float(after[i])}
+        piece["shown"] = now[i] if changed[i] else piece["text"]
+    return {"tokens": pieces, "masked": at.tolist(), "seed": seed}
+
+
+@torch.no_grad()
+def explore(model: Pretrained, text: str) -> Json:
+    """How surprising each token is to either network, and what every head looks at.
+
+    Attention is (L, H, T, T) in 255ths, base64, with [CLS] and [SEP]; `looks` says for each head
+    which share of it goes to the token before, itself, the one after, the two ends and the rest.
+    """
+    network, tokenizer = model.network("discriminator"), model.needed_tokenizer()
+    encoding, x = encode(model, text)
+    if x.shape[1] - 2 > _EXPLORED:
+        what = f"The text has {x.shape[1] - 2} tokens, {_EXPLORED} can be explored at once."
+        raise Refused(413, what, where="text", fix="give a shorter text")
+    pieces = _pieces(encoding, text)
+    for piece, p in zip(pieces, _probabilities(network, x).tolist(), strict=True):
+        piece["p"] = p
+    if model.generator is not None:
+        encoder, head = build_generator(model.generator)
+        for places in torch.arange(len(pieces)).split(16):
+            rows = x.repeat(len(places), 1)
+            rows = rows.scatter(1, places[:, None] + 1, tokenizer.mask_id)  # (S, T)
+            h = encoder(rows, torch.zeros_like(rows), None, None)
+            g = head(h[torch.arange(len(places)), places + 1], encoder.embeddings.word.weight)
+            log_p = g[:, : tokenizer.vocab_size].float().log_softmax(-1)
+            best = tokenizer.decode_tokens(log_p.argmax(-1).tolist())
+            own = log_p[torch.arange(len(places)), x[0, places + 1]]
+            for i, name, value in zip(places.tolist(), best, own.tolist(), strict=True):
+                pieces[i] |= {"bits": -value / math.log(2), "best": name}
+    a = _attention(network, x)  # (L, H, T, T)
+    T = x.shape[1]
+    ends = a[..., [0, T - 1]].sum(-1)[..., 1:-1].mean(-1)  # of the tokens in between
+    looks = [a.diagonal(k, -2, -1)[..., 1:-1].sum(-1) / max(1, T - 2) for k in (-1, 0, 1)]
+    shares = torch.stack([*looks, ends], -1)  # (L, H, 4)
+    shares = torch.cat([shares, (1 - shares.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    packed = (a * 255).round().to(torch.uint8).numpy().tobytes()
+    return {
+        "tokens": pieces,
+        "shape": list(a.shape),
+        "attention": base64.b64encode(packed).decode(),
+        "looks": [[[round(v, 3) for v in head] for head in layer] for layer in shares.tolist()],
+    }
+
+
+def _attention(network: Any, x: Tensor) -> Tensor:
+    """softmax(q kᵀ / √K) of every block and head, (L, H, T, T)."""
+    encoder, _ = build_discriminator(network)
+    found: list[Tensor] = []
+
+    def look(block: Any, given: Any) -> None:
+        assert isinstance(block, Block)
+        h, c = given[0], block.config
+        q, k, _ = block.qkv(h).view(*h.shape[:2], 3, c.attention_heads, c.head_size).unbind(2)
+        score = torch.einsum("bthk,bshk->bhts", q, k)[0] / math.sqrt(c.head_size)
+        found.append(F.softmax(score.float(), -1))
+
+    for block in encoder.blocks:
+        block.register_forward_pre_hook(look)
+    encoder(x, torch.zeros_like(x), None, None)
+    return torch.stack(found)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Runs of pre-training and fine-tuning in a folder, at most three levels down, by name."""
+    found: dict[str, Path] = {}
+    for root, names, files in os.walk(folder):
+        path = Path(root)
+        depth = len(path.relative_to(folder).parts)
+        names[:] = sorted(n for n in names if not n.startswith("."))
+        if depth and {"run.json", "finetune.json", "results.json"} & {*files}:
+            found[str(path.relative_to(folder))] = path
+            names.clear()
+        elif depth == 3:
+            names.clear()
+        if len(found) == _MOST_RUNS:
+            break
+    return found
+
+
+def _names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _locked_files() -> set[tuple[int, int]]:
+    """Device and number of every file that a process holds (`files.exclusive`).
+
+    Asked for at the kernel: to try the lock would hold it for a moment, and a run that starts in
+    this moment would refuse.
+    """
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return set()
+    places = [
+        line.split()[5].split(":") for line in lines if " FLOCK " in line and "->" not in line
+    ]
+    return {(os.makedev(int(a, 16), int(b, 16)), int(c)) for a, b, c in places}
+
+
+def _file_number(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _summary(path: Path) -> Json:
+    """What is known of a run until its files change."""
+    if not (path / "run.json").is_file():
+        run = _read_results(path, path.name, None)
+        newest = {} if "median" not in run else {f"median {run['metric']}": run["median"]}
+        about: Json = {"kind": "fine-tuning", "recipe": run["task"], "newest": newest}
+        done = run["state"] == "finished"
+        return about | {"state": run["state"], "share": float(done), "warnings": []}
+    run = _read_pretraining(path, path.name)
+    metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    share = re.search(r"(\d+) %", run["state"])
+    keys = ("mlm_loss", "disc_loss", "disc_auc")
+    names = dict(zip(keys, ("generator loss", "discriminator loss", "AUC"), strict=True))
+    numbers = {names[k]: run[k] for k in keys if isinstance(run[k], float)}
+    about = {"kind": "pre-training", "recipe": run["recipe"], "state": run["state"]}
+    about |= {"share": int(share[1]) / 100 if share else 1.0, "steps": run["steps"]}
+    about |= {"newest": numbers, "warnings": health(metrics)}
+    times = [m["seconds"] for m in metrics if m["kind"] == "train"]
+    about["every"] = float(np.median(np.diff(times))) if len(times) > 2 else 60.0
+    return about
+
+
+def health(metrics: Sequence[Json]) -> list[str]:
+    """Sentences on what the log of a pre-training run shows to be wrong."""
+    train = [m for m in metrics if m["kind"] == "train"]
+    held = [m for m in metrics if m["kind"] == "eval"]
+    found: list[str] = []
+    if bad := max((int(m.get("bad_steps") or 0) for m in train), default=0):
+        found.append(f"{bad:,} steps gave a gradient that is not finite; they were left out.")
+    if odd := next((m for m in train if isinstance(m.get("loss"), str)), None):
+        found.append(f"The loss was {odd['loss']} at step {odd['step']:,}.")
+    last = held[-1]["step"] if held else 0
+    told = [m["warning"] for m in metrics if m.get("warning") and m["step"] >= last]
+    found += [text[:1].upper() + text[1:] for text in dict.fromkeys(map(str, told))]
+    # Where the generator gets better the discriminator's loss may rise: its AUC tells more.
+    part = len(held) // 3
+    if part >= 2:
+        for key, sign in (("mlm_loss", -1), ("disc_auc", 1)):
+            values = [sign * m[key] if isinstance(m.get(key), float) else -math.inf for m in held]
+            if max(values[-part:]) > max(values[:-part]) + 2e-3 * abs(max(values[:-part])):
+                break
+        else:
+            what = "On held-out text neither the generator nor the discriminator has improved since"
+            found.append(f"{what} step {held[-part - 1]['step']:,}.")
+    return found
+
+
+def _moment_warnings(path: Path, about: Json, age: float) -> list[str]:
+    """Sentences on what only this moment shows."""
+    if about["state"] == "finished":
+        return []
+    found: list[str] = []
+    if not about["running"]:
+        found.append("Stopped before its end; the same command continues it.")
+    elif age > max(120, 10 * about.get("every", 60)):
+        found.append(f"No new number for {age / 60:,.0f} minutes.")
+    checkpoints = sorted((path / "checkpoints").glob("step-*"))
+    size = sum(file.stat().st_size for file in checkpoints[-1].iterdir()) if checkpoints else 0
+    if size and shutil.disk_usage(path).free < 2 * size:
+        found.append("The disk has no room for two more checkpoints.")
+    return found
+
+
+def _curves(path: Path) -> Json:
+    """Numbers by kind and name, with their steps and minutes; at most so many points."""
+    metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    clock = [(m["step"], m["seconds"]) for m in metrics if isinstance(m.get("seconds"), float)]
+    curves: Json = {}
+    for kind in ("train", "eval"):
+        lines = [m for m in metrics if m["kind"] == kind]
+        stride = -(-len(lines) // _POINTS) or 1
+        lines = lines[::-stride][::-1]  # the newest is always there
+        steps = [m["step"] for m in lines]
+        one: Json = {"step": steps}
+        if clock:
+            at, seconds = zip(*clock, strict=True)
+            one["minutes"] = (np.interp(steps, at, seconds) / 60).round(3).tolist()
+        for key in dict.fromkeys(key for m in lines for key in m):
+            values = [m.get(key) for m in lines]
+            if key not in ("kind", "step", "seconds", "seed", "tokens") and any(
+                isinstance(v, float) for v in values
+            ):
+                one[key] = [v if isinstance(v, int | float) else None for v in values]
+        curves[kind] = one
+    return curves
+
+
+def _settings(found: dict[str, Path], names: Sequence[str]) -> list[list[str]]:
+    """The settings in which runs differ: name, then the value of each run."""
+    if len(names) < 2:
+        return []
+    records = [
+        read_json(found[n] / "run.json") or read_json(found[n] / "finetune.json") for n in names
+    ]
+    settings: list[Json] = [r.get("config") or r.get("settings") or {} for r in records]
+    keys = sorted({key for other in settings[1:] for key in differences(settings[0], other)})
+
+    def value(of: Any, key: str) -> str:
+        for part in key.split("."):
+            of = of.get(part) if isinstance(of, dict) else None
+        return "–" if of is None else str(of)
+
+    return [[key, *(value(of, key) for of in settings)] for key in keys]
+
+
+# ---------------------------------------------------------------------- fine-tuning
+
+
+def preview(path: Path) -> Json:
+    """The columns of a table, its first rows, and which of them are likely text and label."""
+    seen: dict[str, set[str]] = {}
+    lengths: dict[str, int] = {}
+    head: list[list[str]] = []
+    rows = 0
+    for _, row in tasks._table(path):
+        values = {name: "" if value is None else str(value) for name, value in row.items()}
+        if len(head) < 5:
+            head.append([value[:200] for value in values.values()])
+        for name, value in values.items():
+            if len(seen.setdefault(name, set())) <= tasks.MAX_NUMBERED:
+                seen[name].add(value.strip())
+            lengths[name] = lengths.get(name, 0) + len(value)
+        rows += 1
+    if rows == 0 or len(seen) < 2:
+        what = "A table with rows and at least two columns is needed."
+        raise ElectraError(what, where=str(path), fix="put names of columns into the first line")
+    names = list(seen)
+    known = next(([*texts] for texts in tasks._TEXTS if {*texts} <= {*names}), None)
+    texts = known or [max(names, key=lambda name: lengths[name])]
+    left = [n for n in names if n not in texts and len(seen[n]) > 1] or names
+    label = "label" if "label" in left else min(left, key=lambda name: len(seen[name]))
+    columns = [
+        {"name": n, "values": sorted(seen[n])[:6], "many": len(seen[n]) > tasks.MAX_NUMBERED}
+        for n in names
+    ]
+    return {"rows": rows, "columns": columns, "head": head, "texts": texts, "label": label}
+
+
+class Job:
+    """`electra finetune` in a process of its own."""
+
+    def __init__(self, name: str, out: Path, arguments: list[str]) -> None:
+        self.name, self.out, self.begin = name, out, time.monotonic()
+        self.cancelled, self.seconds = False, 0.0
+        out.mkdir(parents=True)
+        with open(out / "log.txt", "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "electra", "finetune", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
+            )
+
+    @property
+    def state(self) -> str:
+        code = self.process.poll()
+        if code is None:
+            self.seconds = time.monotonic() - self.begin
+            return "running"
+        if self.cancelled or code == EXIT_STOPPED:
+            return "cancelled"
+        return "done" if code == 0 else "failed"
+
+    def describe(self) -> Json:
+        state = self.state
+        with open(self.out / "log.txt", "rb") as log:
+            log.seek(max(0, log.seek(0, io.SEEK_END) - 8192))
+            lines = log.read().decode(errors="replace").splitlines()
+        told = [found for line in lines if (found := re.match(r"\s*([\d.]+) %  (.*)", line))]
+        about: Json = {"name": self.name, "state": state, "seconds": round(self.seconds, 1)}
+        about |= {"share": float(told[-1][1]) / 100 if told else None}
+        about["line"] = told[-1][2].strip() if told else "reading the model and the table"
+        if state == "failed":  # what went wrong and what to do; not the place, which is a path
+            start = next((i for i, line in enumerate(lines) if line.startswith("electra: ")), None)
+            rest = [] if start is None else lines[start:]
+            where = [line.rpartition("/")[2] for line in rest if line.startswith("  where: ")]
+            fix = [line.removeprefix("  to do: ") for line in rest if line.startswith("  to do: ")]
+            what = rest[0].removeprefix("electra: ") if rest else "The training failed."
+            about["error"] = {"what": what, "where": "".join(where), "fix": "".join(fix)}
+            about["error"]["fix"] = about["error"]["fix"] or f"see log.txt in {self.name}"
+        return about
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.process.terminate()  # it saves, so that the command line can go on with it
+
+    def end(self) -> None:
+        """No process stays behind."""
+        if self.process.poll() is None:
+            self.cancel()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def _results(path: Path) -> Json:
+    """What the page shows of a finished fine-tuning."""
+    run = _read_results(path, path.name, None)
+    record = read_json(path / "results.json")
+    if not record:
+        return {}
+    task, seeds = record["task"], record["seeds"]
+    about: Json = {key: task[key] for key in ("kind", "metric", "labels", "texts")}
+    about |= {"rows": record.get("train_rows"), "median": run["median"], "state": run["state"]}
+    scores = [
+        {"seed": s["seed"], "failed": s["failed"], "seconds": s.get("seconds")} for s in seeds
+    ]
+    for one, seed in zip(scores, seeds, strict=True):
+        one["scores"] = next(iter(seed["scores"].values()), {})
+    return about | {"seeds": scores}
+
+
+def _plain(name: str) -> str:
+    """A name for a file, of harmless characters."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", name).strip("-")[:60] or "table"
+
+
+def _zipped(folder: Path, name: str) -> Generator[bytes]:
+    """The files of a folder as a zip, made while it is sent."""
+    sink = _Sink()
+    with zipfile.ZipFile(sink, "w") as archive:
+        for file in sorted(folder.iterdir()):
+            if not file.is_file() or file.is_symlink():
+                continue
+            info = zipfile.ZipInfo.from_file(file, f"{name}/{file.name}")
+            with open(file, "rb") as source, archive.open(info, "w", force_zip64=True) as target:
+                while block := source.read(1 << 20):
+                    target.write(block)
+                    yield sink.take()
+    yield sink.take()
+
+
+class _Sink(io.RawIOBase):
+    """A file that cannot go back and is emptied while it is written."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def take(self) -> bytes:
+        taken = b"".join(self._parts)
+        self._parts.clear()
+        return taken
+
+
+def _static(name: str) -> Callable[[Request], Response]:
+    content = (Path(__file__).parent / "page" / name).read_bytes()
+    return lambda _: Response(content, media_type=_FILES[name])
