@@ -578,6 +578,10 @@ def _curves(path: Path) -> Json:
         lines = [m for m in metrics if m["kind"] == kind]
         stride = -(-len(lines) // _POINTS) or 1
         lines = lines[::-stride][::-1]  # the newest is always there
+        # Seeds follow each other in one log: a line without numbers parts them.
+        for i in range(len(lines) - 1, 0, -1):
+            if lines[i].get("seed") != lines[i - 1].get("seed"):
+                lines.insert(i, {"step": lines[i]["step"]})
         steps = [m["step"] for m in lines]
         one: Json = {"step": steps}
         if clock:

@@ -116,15 +116,15 @@ function strip(box, tokens, make) {
 // ---------------------------------------------------------------- Detect
 
 const EXAMPLES = [
-  'The chef cooked the meal, and the guests ate it with great pleasure in the garden.',
-  'The government has asked the congress to pass a law that protects the rivers and the forests.',
   'After the storm the sailors repaired the ship and waited three days for a better wind.',
+  'The capital of France is Paris, a city of two million people on the river Seine.',
   'She opened the old book, read the first page aloud and closed it again with a smile.',
+  'The chef cooked the meal, and the guests ate it with great pleasure in the garden.',
 ]
-const detect = {text: '', masked: [], seed: 1, forced: {}, at: null, order: 0}
+const detect = {text: '', masked: [], seed: 5, forced: {}, at: null, order: 0}
 
 $('text').value = EXAMPLES[0]
-$('explore-text').value = 'The chef ate the meal, and the guests ate it with great elephants in the garden.'
+$('explore-text').value = 'The capital of France is London, a city of two million elephants on the river Seine.'
 $('sample').onclick = () => {
   $('text').value = EXAMPLES[(EXAMPLES.indexOf($('text').value) + 1) % EXAMPLES.length]
   begin()
@@ -269,7 +269,7 @@ const DASHES = ['', '7 3', '2 3', '9 3 2 3', '5 2 1 2', '12 4', '1 4', '4 4']
 const runs = {shown: null, colours: new Map(), last: ''}
 
 /** Colour and dash of a run stay its own while it is shown. */
-function look_of(name) {
+function style_of(name) {
   if (!runs.colours.has(name)) {
     const used = [...runs.colours.values()]
     runs.colours.set(name, [...Array(8).keys()].find(k => !used.includes(k)) ?? 0)
@@ -284,7 +284,8 @@ async function poll() {
     const found = await api(`runs?${query}`)
     tell($('runs-error'))
     if (runs.shown === null) {  // at first those that run, else the newest
-      const ranked = found.runs.filter(run => run.age !== undefined).sort((a, b) => b.running - a.running || a.age - b.age)
+      const ranked = found.runs.filter(run => run.age !== undefined)
+        .sort((a, b) => b.running - a.running || (b.kind > a.kind) - (a.kind > b.kind) || a.age - b.age)
       runs.shown = ranked.filter(run => run.running).slice(0, 4).map(run => run.name)
       if (!runs.shown.length) runs.shown = ranked.slice(0, 1).map(run => run.name)
       if (runs.shown.length) return poll()
@@ -302,7 +303,7 @@ document.addEventListener('visibilitychange', poll)
 $('axis').onchange = $('smooth').onchange = () => showCharts()
 
 function swatch(name) {
-  const k = look_of(name)
+  const k = style_of(name)
   return h('svg', {class: `swatch line${k}`, viewBox: '0 0 28 8', 'aria-hidden': 'true'},
     h('path', {d: 'M0 4H28', 'stroke-dasharray': DASHES[k]}))
 }
@@ -352,21 +353,24 @@ function showCharts() {
     const lines = Object.entries(curves).flatMap(([name, run]) => {
       if (key === 'loss' && run.train?.mlm_loss) return []  // the weighted sum says less than its parts
       return ['train', 'eval'].filter(kind => run[kind]?.[key] && run[kind][axis]).map(kind => {
-        let points = run[kind][axis].map((x, k) => [x, run[kind][key][k]]).filter(([, y]) => y !== null)
+        let points = run[kind][axis].map((x, k) => [x, run[kind][key][k]])
         if (kind === 'train' && $('smooth').checked && !['learning_rate'].includes(key)) points = smoothed(points)
         return {name, kind, points}
       })
     })
-    if (lines.some(line => line.points.length)) charts.push(chart(TITLES[key] ?? key, lines, axis))
+    if (lines.some(line => line.points.some(known))) charts.push(chart(TITLES[key] ?? key, lines, axis))
   }
   $('charts').replaceChildren(...charts)
 }
+
+const known = ([, y]) => y !== null
 
 /** A running mean that starts without a bias. */
 function smoothed(points) {
   const keep = points.length > 60 ? 0.85 : points.length > 20 ? 0.6 : 0
   let mean = 0, weight = 0
   return points.map(([x, y]) => {
+    if (y === null) { mean = weight = 0; return [x, y] }
     mean = keep * mean + (1 - keep) * y
     weight = keep * weight + 1 - keep
     return [x, mean / weight]
@@ -387,8 +391,8 @@ const tick = v => Math.abs(v) >= 1e6 ? `${v / 1e6} M` : Math.abs(v) >= 1000 ? `$
 
 /** Lines over steps or minutes; training is thin, held-out text has dots. */
 function chart(title, lines, axis) {
-  const W = 420, H = 230, left = 46, right = 12, top = 12, bottom = 34
-  const all = lines.flatMap(line => line.points)
+  const W = 360, H = 212, left = 46, right = 12, top = 12, bottom = 34
+  const all = lines.flatMap(line => line.points.filter(known))
   const far = Math.max(...all.map(p => p[0]))
   const near = lines.some(line => line.points.length === 1) ? 0 : Math.min(...all.map(p => p[0]))
   let [low, high] = [Math.min(...all.map(p => p[1])), Math.max(...all.map(p => p[1]))]
@@ -398,7 +402,7 @@ function chart(title, lines, axis) {
   const x = v => left + (v - near) / (far - near || 1) * (W - left - right)
   const y = v => H - bottom - (v - low) / (high - low) * (H - top - bottom)
   const svg = h('svg', {viewBox: `0 0 ${W} ${H}`, role: 'img', 'aria-label': `${title}: ` + lines.map(line =>
-    `${line.name} ${line.kind} ${short(line.points.at(-1)?.[1])}`).join(', ')})
+    `${line.name} ${line.kind} ${short(line.points.findLast(known)?.[1])}`).join(', ')})
   for (const v of ticks(low, high, 4))
     svg.append(h('line', {class: 'grid', x1: left, x2: W - right, y1: y(v), y2: y(v)}),
       h('text', {x: left - 6, y: y(v) + 4, 'text-anchor': 'end'}, tick(v)))
@@ -406,11 +410,11 @@ function chart(title, lines, axis) {
     svg.append(h('text', {x: x(v), y: H - bottom + 18, 'text-anchor': 'middle'}, tick(v)))
   svg.append(h('text', {x: W - right, y: H - 3, 'text-anchor': 'end', class: 'axis'}, axis === 'step' ? 'steps' : 'minutes'))
   for (const {name, kind, points} of lines) {
-    const k = look_of(name)
-    const d = points.map(([a, b], i) => `${i ? 'L' : 'M'}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join('')
+    const k = style_of(name)
+    const d = points.map(([a, b], i) => b === null ? '' : `${i && known(points[i - 1]) ? 'L' : 'M'}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join('')
     svg.append(h('path', {d, class: `curve line${k} ${kind}`, 'stroke-dasharray': DASHES[k], 'data-points': points.length}))
     if (kind === 'eval' && points.length < 60)
-      svg.append(...points.map(([a, b]) => h('circle', {class: `line${k}`, cx: x(a), cy: y(b), r: 2.4})))
+      svg.append(...points.filter(known).map(([a, b]) => h('circle', {class: `line${k}`, cx: x(a), cy: y(b), r: 2.4})))
   }
   const cross = h('line', {class: 'cross', y1: top, y2: H - bottom, x1: -9, x2: -9})
   svg.append(cross)
@@ -420,8 +424,8 @@ function chart(title, lines, axis) {
   rest()
   svg.onpointermove = event => {
     const at = near + ((event.offsetX / svg.clientWidth) * W - left) / (W - left - right) * (far - near)
-    const near_to = line => line.points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a, line.points[0])
-    const found = lines.filter(line => line.points.length).map(line => [line, near_to(line)])
+    const closest = points => points.reduce((a, b) => Math.abs(b[0] - at) < Math.abs(a[0] - at) ? b : a)
+    const found = lines.filter(line => line.points.some(known)).map(line => [line, closest(line.points.filter(known))])
     const place = x(found[0][1][0])
     cross.setAttribute('x1', place)
     cross.setAttribute('x2', place)
@@ -565,7 +569,7 @@ function classifier(one, k) {
 
 // ---------------------------------------------------------------- Explore
 
-const LOOKS = [['‹', 'the token before'], ['·', 'itself'], ['›', 'the token after'], ['⊢', 'the ends, [CLS] and [SEP]'], ['∗', 'all over the text']]
+const LOOKS = ['the token before', 'itself', 'the token after', '[CLS] and [SEP]', 'other tokens']
 const found = {head: [0, 0], from: 1}
 
 $('explore-form').onsubmit = async event => {
@@ -598,24 +602,31 @@ function showSurprise() {
   h('span', {className: 'word'}, token.text), h('span', {className: 'down'}), h('small', {}, percent(token.p)))))
 }
 
+/** Every head as a small picture: a row for each token, bright where it looks. */
 function showHeads() {
-  const [L, H] = found.shape, box = $('heads')
-  box.style.setProperty('--columns', H)
-  box.replaceChildren(...found.looks.flatMap((layer, l) => layer.map((shares, k) => {
-    const top = shares.indexOf(Math.max(...shares))
-    return h('button', {type: 'button', className: `head look${top}`, '--p': shares[top],
-      'aria-pressed': String(l === found.head[0] && k === found.head[1]),
-      'aria-label': `Layer ${l + 1}, head ${k + 1}: ${percent(shares[top])} to ${LOOKS[top][1]}`,
-      title: `layer ${l + 1}, head ${k + 1}`, onclick: event => {
+  const [L, H, T] = found.shape, box = $('heads')
+  box.style.setProperty('--layers', L)
+  box.style.setProperty('--heads', H)
+  box.replaceChildren(...found.looks.flatMap((layer, l) => layer.map((_, k) => {
+    const canvas = h('canvas', {width: T, height: T})
+    const image = new ImageData(T, T)
+    found.weights.subarray((l * H + k) * T * T, (l * H + k + 1) * T * T).forEach((w, i) => image.data.set([240, 150, 40, 255 * Math.sqrt(w / 255)], 4 * i))
+    canvas.getContext('2d').putImageData(image, 0, 0)
+    return h('button', {type: 'button', className: 'head', title: `layer ${l + 1}, head ${k + 1}`, 'aria-label': describe(l, k),
+      'aria-pressed': String(l === found.head[0] && k === found.head[1]), onclick: event => {
         found.head = [l, k]
         box.querySelectorAll('[aria-pressed=true]').forEach(node => node.setAttribute('aria-pressed', 'false'))
         event.currentTarget.setAttribute('aria-pressed', 'true')
         showAttention()
-      }}, LOOKS[top][0])
+      }}, canvas)
   })))
   rove(box, 'button')
-  $('heads-legend').replaceChildren(...LOOKS.map(([sign, name], k) => h('span', {}, h('i', {className: `head look${k}`}, sign), ` ${name}`)))
-  void L
+}
+
+/** Where a head looks: at the places named, in order of their share, and all over for the rest. */
+function describe(l, k) {
+  const shares = found.looks[l][k].map((share, i) => [share, LOOKS[i]]).filter(([share]) => share >= 0.1)
+  return `Layer ${l + 1}, head ${k + 1}: ` + shares.sort((a, b) => b[0] - a[0]).map(([share, name]) => `${percent(share)} to ${name}`).join(', ')
 }
 
 function showAttention() {
@@ -623,8 +634,8 @@ function showAttention() {
   const tokens = [{text: '[CLS]'}, ...found.tokens.map((t, i) => i ? t : {...t, space: true}), {text: '[SEP]', space: true}]
   const row = found.weights.subarray(((l * H + k) * T + found.from) * T, ((l * H + k) * T + found.from + 1) * T)
   const top = [...row.keys()].sort((a, b) => row[b] - row[a])[0]
-  $('head-says').textContent = `Layer ${l + 1}, head ${k + 1}: “${tokens[found.from].text}” looks most at `
-    + `“${tokens[top].text}”, with ${percent(row[top] / 255)} of its attention.`
+  $('head-says').replaceChildren(`${describe(l, k)}. Here `, h('b', {}, tokens[found.from].text), ' looks most at ',
+    h('b', {}, tokens[top].text), ` (${percent(row[top] / 255)}).`)
   keepFocus($('attention'), () => strip($('attention'), tokens, (token, i) => h('button', {
     type: 'button', className: 'token', '--p': (row[i] / 255).toFixed(3), 'aria-current': i === found.from ? 'true' : undefined,
     'aria-label': `${token.text}: ${percent(row[i] / 255)}`, onclick: () => { found.from = i; showAttention() },
