@@ -36,7 +36,7 @@ from starlette.routing import Route
 from torch import Tensor
 
 from . import __version__, tasks
-from .config import ObjectiveConfig
+from .config import ObjectiveConfig, PretrainConfig, from_dict, to_dict
 from .corruption import choose_positions, num_masked, sample
 from .detect import _probabilities, _with_generator, encode
 from .encoder import Block
@@ -50,7 +50,7 @@ from .randomness import Purpose, StepRng
 from .report import _read_pretraining, _read_results
 from .rundir import differences
 from .runlog import read_metrics
-from .web import Limits, Refused, application, listen, read_object, text_field
+from .web import Limits, Refused, application, read_object, text_field
 
 UPLOAD_BYTES = 16 << 20  # of one table
 UPLOADS_BYTES = 256 << 20  # of all tables in the folder
@@ -71,18 +71,12 @@ _FILES = {
 Json = dict[str, Any]
 
 
-def ui(model: Path | None, runs: Path, host: str, port: int, per_minute: int) -> int:
-    """Answer until the process is asked to stop."""
-    bodies = {"/api/upload": UPLOAD_BYTES}
-    page = Page(model, runs, Limits(bodies=bodies, per_minute=per_minute))
-    return listen(page.app, host, port, title="electra ui")
-
-
 class Page:
     """The page's state: the model, the folder of runs, and the job under way."""
 
-    def __init__(self, model: Path | None, runs: Path, limits: Limits) -> None:
-        self.path, self.runs, self.limits = model, runs, limits
+    def __init__(self, model: Path | None, runs: Path, per_minute: int) -> None:
+        self.path, self.runs = model, runs
+        self.limits = Limits(bodies={"/api/upload": UPLOAD_BYTES}, per_minute=per_minute)
         self.model = load(_with_generator(model)) if model else None
         if self.model is not None:
             self.model.network("discriminator")
@@ -106,7 +100,7 @@ class Page:
             Route("/api/cancel", self.cancel, methods=["POST"]),
             Route("/api/classify", self.classify, methods=["POST"]),
         ]
-        self.app = application(routes, limits, lifespan=self._lifespan)
+        self.app = application(routes, self.limits, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncGenerator[None]:
@@ -214,26 +208,33 @@ class Page:
 
     def _store(self, stem: str, suffix: str, data: bytes) -> Json:
         folder = self.runs / "uploads"
-        folder.mkdir(parents=True, exist_ok=True)
-        used = sum(file.stat().st_size for file in folder.iterdir())
+        used = sum(path.stat().st_size for path in self._tables().values())
         if used + len(data) > UPLOADS_BYTES:
             what = f"The tables in {folder.name} already take {used / 2**20:,.0f} MB."
             raise Refused(507, what, where="uploads", fix="delete those you no longer need")
-        digest = hashlib.sha256(data).hexdigest()[:8]
-        path = folder / f"{_plain(stem)}-{digest}{suffix}"
+        path = folder / hashlib.sha256(data).hexdigest()[:12] / f"{_plain(stem)}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data)
         try:
-            return {"table": path.name, "name": f"{stem}{suffix}", **preview(path)}
+            return {
+                "table": str(path.relative_to(folder)),
+                "name": f"{stem}{suffix}",
+                **preview(path),
+            }
         except ElectraError as error:
             path.unlink()
             where = error.where.replace(str(path), stem + suffix)
             raise Refused(422, error.what, where=where, fix=error.fix) from error
 
+    def _tables(self) -> dict[str, Path]:
+        folder = self.runs / "uploads"
+        return {str(path.relative_to(folder)): path for path in folder.glob("*/*.*")}
+
     async def finetune(self, request: Request) -> JSONResponse:
         self._needed_model()
         given = await read_object(request)
-        table = self.runs / "uploads" / str(given.get("table"))
-        if given.get("table") not in _names(self.runs / "uploads"):
+        table = self._tables().get(str(given.get("table")))
+        if table is None:
             raise Refused(404, "There is no such table.", where="table", fix="drop it in again")
         known = [c["name"] for c in (await asyncio.to_thread(preview, table))["columns"]]
         listed, label = given.get("columns"), str(given.get("label"))
@@ -250,11 +251,10 @@ class Page:
         if self.job is not None and self.job.state == "running":
             what = f"{self.job.name} is being trained; there is one at a time."
             raise Refused(409, what, where="job", fix="wait for it, or cancel it")
-        stem = table.stem.rpartition("-")[0]
-        names = (f"tuned-{stem}-{i}" for i in range(1, 100))
+        names = (f"{table.stem}-{i}" for i in range(1, 100))
         name = next((name for name in names if not (self.runs / name).exists()), None)
         if name is None:
-            what = f"There are 99 fine-tunings of {stem} already."
+            what = f"There are 99 fine-tunings of {table.stem} already."
             raise Refused(507, what, where="runs", fix="delete those you no longer need")
         command = ["--model", str(self.path), "--data", str(table), "--out", str(self.runs / name)]
         command += [f"--text={','.join(columns)}", f"--label={label}"]
@@ -283,7 +283,7 @@ class Page:
                 about = self._once(path, _results) if (path / "model").is_dir() else {}
                 if about.get("kind") in ("classification", "regression"):
                     found[name] = {"name": name, **about}
-        return found
+        return dict(sorted(found.items(), key=lambda item: -item[1]["written"]))
 
     def _classifier(self, name: object) -> Path:
         if name not in self._classifiers():
@@ -481,10 +481,6 @@ def find_runs(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _names(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-
-
 def _locked_files() -> set[tuple[int, int]]:
     """Device and number of every file that a process holds (`files.exclusive`).
 
@@ -598,13 +594,15 @@ def _curves(path: Path) -> Json:
 
 
 def _settings(found: dict[str, Path], names: Sequence[str]) -> list[list[str]]:
-    """The settings in which runs differ: name, then the value of each run."""
-    if len(names) < 2:
+    """The settings in which runs of one kind differ: name, then the value of each run."""
+    records = [read_json(found[name] / "run.json") for name in names]
+    if len(names) < 2 or not all(records):
+        records = [read_json(found[name] / "finetune.json") for name in names]
+    if len(names) < 2 or not all(records):
         return []
-    records = [
-        read_json(found[n] / "run.json") or read_json(found[n] / "finetune.json") for n in names
-    ]
     settings: list[Json] = [r.get("config") or r.get("settings") or {} for r in records]
+    with contextlib.suppress(ElectraError):  # what a run knew nothing of yet has its default
+        settings = [to_dict(from_dict(PretrainConfig, one, where="")) for one in settings]
     keys = sorted({key for other in settings[1:] for key in differences(settings[0], other)})
 
     def value(of: Any, key: str) -> str:
@@ -717,6 +715,7 @@ def _results(path: Path) -> Json:
     task, seeds = record["task"], record["seeds"]
     about: Json = {key: task[key] for key in ("kind", "metric", "labels", "texts")}
     about |= {"rows": record.get("train_rows"), "median": run["median"], "state": run["state"]}
+    about["written"] = (path / "results.json").stat().st_mtime
     scores = [
         {"seed": s["seed"], "failed": s["failed"], "seconds": s.get("seconds")} for s in seeds
     ]

@@ -520,7 +520,7 @@ async function follow() {
 opened.tune = follow
 
 function showJob(job) {
-  $('job').hidden = !job
+  $('job').hidden = !job || (job.state === 'done' && job.name !== tune.fresh)
   if (!job) return
   const isRunning = job.state === 'running'
   $('job-name').textContent = `${job.name}: ${{running: 'training', done: 'done', failed: 'failed', cancelled: 'cancelled'}[job.state]}`
@@ -531,7 +531,7 @@ function showJob(job) {
   else bar.value = job.share
   $('job-line').textContent = isRunning ? `${job.line} · ${Math.round(job.seconds)} s`
     : job.state === 'cancelled' ? 'What was trained is kept; electra finetune can go on with it.' : `${Math.round(job.seconds)} s`
-  $('cancel').hidden = $('train').disabled = isRunning
+  $('train').disabled = isRunning
   $('cancel').hidden = !isRunning
   if (job.error) tell($('tune-error'), job.error)
 }
@@ -540,7 +540,6 @@ function showClassifiers(list) {
   const text = JSON.stringify(list)
   if (text === tune.shown) return
   tune.shown = text
-  list.sort((a, b) => (b.name === tune.fresh) - (a.name === tune.fresh))
   $('classifiers').replaceChildren(...(list.length ? [h('h2', {}, 'Try what was trained')] : []), ...list.map(classifier))
 }
 
@@ -579,8 +578,7 @@ $('explore-form').onsubmit = async event => {
     Object.assign(found, await api('explore', {text: $('explore-text').value}))
     found.weights = Uint8Array.from(atob(found.attention), c => c.charCodeAt(0))
     found.from = 1 + found.tokens.reduce((best, token, i) => token.p > found.tokens[best].p ? i : best, 0)
-    const [L, H] = found.shape
-    if (found.head[0] >= L || found.head[1] >= H) found.head = [0, 0]
+    found.head = farthest()
     tell($('explore-error'))
     $('explore-out').hidden = false
     showSurprise()
@@ -600,6 +598,18 @@ function showSurprise() {
     title: token.best === undefined ? '' : `The generator would put ${token.best}`,
   }, h('small', {}, token.bits === undefined ? '' : token.bits.toFixed(1)), h('span', {className: 'up'}),
   h('span', {className: 'word'}, token.text), h('span', {className: 'down'}), h('small', {}, percent(token.p)))))
+}
+
+/** The head in which the chosen token looks hardest at one that is neither beside it nor an end. */
+function farthest() {
+  const [L, H, T] = found.shape
+  let best = [0, 0], top = -1
+  for (let head = 0; head < L * H; head++)
+    for (let to = 1; to < T - 1; to++) {
+      const weight = found.weights[(head * T + found.from) * T + to]
+      if (Math.abs(to - found.from) > 1 && weight > top) { top = weight; best = [Math.floor(head / H), head % H] }
+    }
+  return best
 }
 
 /** Every head as a small picture: a row for each token, bright where it looks. */
