@@ -164,7 +164,8 @@ class Page:
         found = find_runs(self.runs)
         locked = _locked_files()
         listed = [self._describe(path, name, locked) for name, path in found.items()]
-        shown = [name for name in names if name in found][:_MOST_SHOWN]
+        whole = {run["name"] for run in listed if run["state"] != "damaged"}
+        shown = [name for name in names if name in whole][:_MOST_SHOWN]
         curves = {name: self._once(found[name], _curves) for name in shown}
         return {"runs": listed, "curves": curves, "differences": _settings(found, shown)}
 
