@@ -712,11 +712,9 @@ class UiCommand:
     """Requests of one client in a minute, without those that only read."""
 
     def run(self) -> int:
-        from . import web  # says what to install where it is missing
-        from .ui import Page
+        from .ui import ui
 
-        page = Page(self.model, self.runs, self.per_minute)
-        return web.listen(page.app, self.host, self.port, title="electra ui")
+        return ui(self.model, self.runs, self.host, self.port, self.per_minute)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,9 +30,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.nn.functional as F
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 from torch import Tensor
 
 from . import __version__, tasks
@@ -42,15 +39,27 @@ from .detect import _probabilities, _with_generator, encode
 from .encoder import Block
 from .errors import EXIT_STOPPED, ElectraError
 from .features import encode_texts
-from .files import read_json, write_atomic
+from .files import read_json, reading, storage_errors, write_atomic
 from .finetune import predict
 from .hf import FineTuned, Pretrained, build_discriminator, build_generator, load_finetuned
 from .hf import load_pretrained as load
 from .randomness import Purpose, StepRng
-from .report import _read_pretraining, _read_results
+from .report import _CURVES, _is_finite, _read_pretraining, _read_results
 from .rundir import differences
 from .runlog import read_metrics
-from .web import Limits, Refused, application, read_object, text_field
+from .web import (  # also what is of starlette: it says so if that is missing
+    JSONResponse,
+    Limits,
+    Refused,
+    Request,
+    Response,
+    Route,
+    StreamingResponse,
+    application,
+    listen,
+    read_object,
+    text_field,
+)
 
 UPLOAD_BYTES = 16 << 20  # of one table
 UPLOADS_BYTES = 256 << 20  # of all tables in the folder
@@ -71,42 +80,39 @@ _FILES = {
 Json = dict[str, Any]
 
 
+def ui(model: Path | None, runs: Path, host: str, port: int, per_minute: int) -> int:
+    """Answer until the process is asked to stop."""
+    return listen(Page(model, runs, per_minute).app, host, port, title="electra ui")
+
+
 class Page:
     """The page's state: the model, the folder of runs, and the job under way."""
 
     def __init__(self, model: Path | None, runs: Path, per_minute: int) -> None:
-        self.path, self.runs = model, runs
+        self.path, self.folder = model, runs
         self.limits = Limits(bodies={"/api/upload": UPLOAD_BYTES}, per_minute=per_minute)
         self.model = load(_with_generator(model)) if model else None
         if self.model is not None:
             self.model.network("discriminator")
             self.model.needed_tokenizer()
-        self.job: Job | None = None
+        self.work: Job | None = None
         self._pool = ThreadPoolExecutor(_WORKERS, "compute")
         self._seen: dict[Path, tuple[Any, Any]] = {}
         self._loaded: tuple[Path, float, FineTuned] | None = None
         self._uploading = False
+        read = (self.info, self.runs, self.job, self.download)
+        write = (self.detect, self.explore, self.upload, self.finetune, self.cancel, self.classify)
         routes = [Route(f"/{name}", _static(name)) for name in _FILES]
-        routes += [
-            Route("/", _static("index.html")),
-            Route("/api/info", self.info),
-            Route("/api/runs", self.list_runs),
-            Route("/api/job", self.show_job),
-            Route("/api/download", self.download),
-            Route("/api/detect", self.detect, methods=["POST"]),
-            Route("/api/explore", self.explore, methods=["POST"]),
-            Route("/api/upload", self.upload, methods=["POST"]),
-            Route("/api/finetune", self.finetune, methods=["POST"]),
-            Route("/api/cancel", self.cancel, methods=["POST"]),
-            Route("/api/classify", self.classify, methods=["POST"]),
-        ]
+        routes += [Route("/", _static("index.html"))]
+        routes += [Route(f"/api/{work.__name__}", work) for work in read]
+        routes += [Route(f"/api/{work.__name__}", work, methods=["POST"]) for work in write]
         self.app = application(routes, self.limits, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncGenerator[None]:
         yield
-        if self.job is not None:
-            await asyncio.to_thread(self.job.end)
+        if self.work is not None:
+            await asyncio.to_thread(self.work.end)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _compute(self, work: Callable[..., Any], *args: Any) -> JSONResponse:
@@ -121,17 +127,11 @@ class Page:
     async def info(self, _: Request) -> JSONResponse:
         about: Json | None = None
         if self.model is not None and self.path is not None:
-            c = self.model.network("discriminator").config
-            about = {
-                "name": self.path.resolve().name,
-                "generator": self.model.generator is not None,
-            }
-            about |= {"tokens": c.max_positions, "layers": c.layers, "heads": c.attention_heads}
+            has_generator = self.model.generator is not None
+            about = {"name": self.path.resolve().name, "generator": has_generator}
         limits = {"text": self.limits.text, "upload": UPLOAD_BYTES}
-        folder = self.runs.resolve().name
-        return JSONResponse(
-            {"version": __version__, "model": about, "runs": folder, "limits": limits}
-        )
+        info = {"version": __version__, "model": about, "limits": limits}
+        return JSONResponse(info | {"runs": self.folder.resolve().name})
 
     # ------------------------------------------------------------------ the networks
 
@@ -141,9 +141,8 @@ class Page:
         masked, seed, forced = given.get("masked"), given.get("seed", 0), given.get("forced", {})
         if not _is_count(seed, 1 << 32):
             raise Refused(422, "The seed is no whole number below 2³².", where="seed")
-        if masked is not None and not (
-            isinstance(masked, list) and all(_is_count(i, 1 << 16) for i in cast(Any, masked))
-        ):
+        places = cast(list[Any], masked) if isinstance(masked, list) else [None]
+        if masked is not None and not all(_is_count(i, 1 << 16) for i in places):
             raise Refused(422, "The places are no list of whole numbers.", where="masked")
         try:
             choices = {int(place): int(token) for place, token in dict(forced).items()}
@@ -157,17 +156,23 @@ class Page:
 
     # ------------------------------------------------------------------ runs
 
-    async def list_runs(self, request: Request) -> JSONResponse:
-        return await self._compute(self._list_runs, request.query_params.getlist("show"))
+    async def runs(self, request: Request) -> JSONResponse:
+        return await self._compute(self._runs, request.query_params.getlist("show"))
 
-    def _list_runs(self, names: Sequence[str]) -> Json:
-        found = find_runs(self.runs)
+    def _runs(self, names: Sequence[str]) -> Json:
+        found = find_runs(self.folder)
         locked = _locked_files()
         listed = [self._describe(path, name, locked) for name, path in found.items()]
         whole = {run["name"] for run in listed if run["state"] != "damaged"}
         shown = [name for name in names if name in whole][:_MOST_SHOWN]
-        curves = {name: self._once(found[name], _curves) for name in shown}
-        return {"runs": listed, "curves": curves, "differences": _settings(found, shown)}
+        curves: dict[str, Json] = {}
+        changed: list[list[str]] = []
+        with contextlib.suppress(ElectraError):  # of a run that is being deleted or written anew
+            for name in shown:
+                curves[name] = self._once(found[name], _curves)
+            with reading(self.folder):
+                changed = _settings(found, shown)
+        return {"runs": listed, "curves": curves, "differences": changed}
 
     def _once(self, path: Path, read: Callable[[Path], Json]) -> Json:
         """What `read` makes of a run's files, read again when they have changed."""
@@ -175,14 +180,16 @@ class Page:
         stats = [(f.stat().st_mtime_ns, f.stat().st_size) if f.is_file() else 0 for f in files]
         key = path / read.__name__
         if key not in self._seen or self._seen[key][0] != stats:
-            self._seen[key] = (stats, read(path))
+            with reading(path):
+                self._seen[key] = (stats, read(path))
         return self._seen[key][1]
 
     def _describe(self, path: Path, name: str, locked: set[tuple[int, int]]) -> Json:
         try:
             about = dict(self._once(path, _summary))
         except ElectraError as error:
-            return {"name": name, "state": "damaged", "warnings": [error.what]}
+            what = error.what.replace(str(path), name)
+            return {"name": name, "state": "damaged", "running": False, "warnings": [what]}
         lock, log = path / ".lock", path / "metrics.jsonl"
         about["running"] = lock.is_file() and _file_number(lock) in locked
         age = time.time() - log.stat().st_mtime if log.is_file() else 0.0
@@ -208,27 +215,24 @@ class Page:
             self._uploading = False
 
     def _store(self, stem: str, suffix: str, data: bytes) -> Json:
-        folder = self.runs / "uploads"
+        folder = self.folder / "uploads"
         used = sum(path.stat().st_size for path in self._tables().values())
         if used + len(data) > UPLOADS_BYTES:
             what = f"The tables in {folder.name} already take {used / 2**20:,.0f} MB."
             raise Refused(507, what, where="uploads", fix="delete those you no longer need")
         path = folder / hashlib.sha256(data).hexdigest()[:12] / f"{_plain(stem)}{suffix}"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with storage_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, data)
         try:
-            return {
-                "table": str(path.relative_to(folder)),
-                "name": f"{stem}{suffix}",
-                **preview(path),
-            }
+            return {"table": str(path.relative_to(folder)), "name": stem + suffix, **preview(path)}
         except ElectraError as error:
             path.unlink()
             where = error.where.replace(str(path), stem + suffix)
             raise Refused(422, error.what, where=where, fix=error.fix) from error
 
     def _tables(self) -> dict[str, Path]:
-        folder = self.runs / "uploads"
+        folder = self.folder / "uploads"
         return {str(path.relative_to(folder)): path for path in folder.glob("*/*.*")}
 
     async def finetune(self, request: Request) -> JSONResponse:
@@ -244,42 +248,50 @@ class Page:
         if not 1 <= len(columns) <= 2 or len(wanted) != len(columns) + 1 or not wanted <= {*known}:
             what = "One or two columns of text and another one of labels are needed."
             raise Refused(422, what, where="columns", fix=f"known here: {', '.join(known[:20])}")
-        if odd := [name for name in columns if "," in name]:
-            raise Refused(422, f"{odd[0]!r} has a comma.", where="columns", fix="rename the column")
+        if "" in wanted or any("," in name for name in columns):
+            what = "The name of a column is empty or has a comma."
+            raise Refused(422, what, where="columns", fix="rename it in the table")
         epochs, seeds = given.get("epochs", 3), given.get("seeds", 1)
         if not (_is_count(epochs, 51) and _is_count(seeds, 6) and epochs and seeds):
             raise Refused(422, "1 to 50 passes and 1 to 5 seeds are possible.", where="epochs")
-        if self.job is not None and self.job.state == "running":
-            what = f"{self.job.name} is being trained; there is one at a time."
+        if self.work is not None and self.work.state == "running":
+            what = f"{self.work.name} is being trained; there is one at a time."
             raise Refused(409, what, where="job", fix="wait for it, or cancel it")
         names = (f"{table.stem}-{i}" for i in range(1, 100))
-        name = next((name for name in names if not (self.runs / name).exists()), None)
+        name = next((name for name in names if not (self.folder / name).exists()), None)
         if name is None:
             what = f"There are 99 fine-tunings of {table.stem} already."
             raise Refused(507, what, where="runs", fix="delete those you no longer need")
-        command = ["--model", str(self.path), "--data", str(table), "--out", str(self.runs / name)]
+        command = [
+            "--model",
+            str(self.path),
+            "--data",
+            str(table),
+            "--out",
+            str(self.folder / name),
+        ]
         command += [f"--text={','.join(columns)}", f"--label={label}"]
         command += ["--epochs", str(epochs), "--seeds", str(seeds)]
-        self.job = Job(name, self.runs / name, command)
-        return JSONResponse(self.job.describe())
+        self.work = Job(name, self.folder / name, command)
+        return JSONResponse(self.work.describe())
 
     async def cancel(self, _: Request) -> JSONResponse:
-        if self.job is None or self.job.state != "running":
+        if self.work is None or self.work.state != "running":
             raise Refused(409, "Nothing is being trained.", where="job")
-        self.job.cancel()
-        return JSONResponse(self.job.describe())
+        self.work.cancel()
+        return JSONResponse(self.work.describe())
 
-    async def show_job(self, _: Request) -> JSONResponse:
-        return await self._compute(self._show_job)
+    async def job(self, _: Request) -> JSONResponse:
+        return await self._compute(self._job)
 
-    def _show_job(self) -> Json:
-        job = self.job.describe() if self.job else None
+    def _job(self) -> Json:
+        job = self.work.describe() if self.work else None
         return {"job": job, "classifiers": list(self._classifiers().values())}
 
     def _classifiers(self) -> dict[str, Json]:
         """What fine-tuning made of one or two texts, and can be tried: by name."""
         found: dict[str, Json] = {}
-        for name, path in find_runs(self.runs).items():
+        for name, path in find_runs(self.folder).items():
             with contextlib.suppress(ElectraError):
                 about = self._once(path, _results) if (path / "model").is_dir() else {}
                 if about.get("kind") in ("classification", "regression"):
@@ -287,9 +299,9 @@ class Page:
         return dict(sorted(found.items(), key=lambda item: -item[1]["written"]))
 
     def _classifier(self, name: object) -> Path:
-        if name not in self._classifiers():
-            raise Refused(404, "There is no such classifier.", where="run", fix="choose a listed")
-        return self.runs / str(name)
+        if str(name) not in self._classifiers():
+            raise Refused(404, "There is no such classifier.", where="run", fix="choose another")
+        return self.folder / str(name)
 
     async def classify(self, request: Request) -> JSONResponse:
         given = await read_object(request)
@@ -307,16 +319,14 @@ class Page:
         tuned = self._loaded[2]
         if len(texts) != len(tuned.task.texts):
             raise Refused(422, f"The model reads {len(tuned.task.texts)} texts.", where="texts")
-        features = encode_texts(
-            [tuple(texts)], np.zeros(1, np.int64), tuned.tokenizer, tuned.length
-        )
+        none = np.zeros(1, np.int64)
+        features = encode_texts([tuple(texts)], none, tuned.tokenizer, tuned.length)
         logits = torch.from_numpy(predict(tuned.model, features, torch.device("cpu"))["logits"][0])
         if tuned.task.kind == "regression":
             return {"value": float(logits[0])}
         p = logits.softmax(-1).tolist()
-        return {
-            "classes": [{"label": n, "p": q} for n, q in zip(tuned.task.labels, p, strict=True)]
-        }
+        classes = zip(tuned.task.labels, p, strict=True)
+        return {"classes": [{"label": label, "p": share} for label, share in classes]}
 
     async def download(self, request: Request) -> StreamingResponse:
         name = request.query_params.get("run")
@@ -471,7 +481,7 @@ def find_runs(folder: Path) -> dict[str, Path]:
     for root, names, files in os.walk(folder):
         path = Path(root)
         depth = len(path.relative_to(folder).parts)
-        names[:] = sorted(n for n in names if not n.startswith("."))
+        names[:] = sorted(n for n in names if n.isprintable() and not n.startswith("."))
         if depth and {"run.json", "finetune.json", "results.json"} & {*files}:
             found[str(path.relative_to(folder))] = path
             names.clear()
@@ -514,9 +524,7 @@ def _summary(path: Path) -> Json:
     run = _read_pretraining(path, path.name)
     metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
     share = re.search(r"(\d+) %", run["state"])
-    keys = ("mlm_loss", "disc_loss", "disc_auc")
-    names = dict(zip(keys, ("generator loss", "discriminator loss", "AUC"), strict=True))
-    numbers = {names[k]: run[k] for k in keys if isinstance(run[k], float)}
+    numbers = {name: run[key] for key, name in _CURVES.items() if _is_finite(run[key])}
     about = {"kind": "pre-training", "recipe": run["recipe"], "state": run["state"]}
     about |= {"share": int(share[1]) / 100 if share else 1.0, "steps": run["steps"]}
     about |= {"newest": numbers, "warnings": health(metrics)}
@@ -589,7 +597,7 @@ def _curves(path: Path) -> Json:
             if key not in ("kind", "step", "seconds", "seed", "tokens") and any(
                 isinstance(v, float) for v in values
             ):
-                one[key] = [v if isinstance(v, int | float) else None for v in values]
+                one[key] = [v if _is_finite(v) else None for v in values]
         curves[kind] = one
     return curves
 
@@ -653,7 +661,8 @@ class Job:
     def __init__(self, name: str, out: Path, arguments: list[str]) -> None:
         self.name, self.out, self.begin = name, out, time.monotonic()
         self.cancelled, self.seconds = False, 0.0
-        out.mkdir(parents=True)
+        with storage_errors(out):
+            out.mkdir(parents=True)
         with open(out / "log.txt", "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "electra", "finetune", *arguments],
@@ -717,12 +726,12 @@ def _results(path: Path) -> Json:
     about: Json = {key: task[key] for key in ("kind", "metric", "labels", "texts")}
     about |= {"rows": record.get("train_rows"), "median": run["median"], "state": run["state"]}
     about["written"] = (path / "results.json").stat().st_mtime
-    scores = [
-        {"seed": s["seed"], "failed": s["failed"], "seconds": s.get("seconds")} for s in seeds
+    about["seeds"] = [
+        {key: seed.get(key) for key in ("seed", "failed", "seconds")}
+        | {"scores": next(iter(seed["scores"].values()), {})}
+        for seed in seeds
     ]
-    for one, seed in zip(scores, seeds, strict=True):
-        one["scores"] = next(iter(seed["scores"].values()), {})
-    return about | {"seeds": scores}
+    return about
 
 
 def _plain(name: str) -> str:

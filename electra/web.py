@@ -53,6 +53,7 @@ try:
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import HTMLResponse as HTMLResponse
     from starlette.responses import JSONResponse, Response
+    from starlette.responses import StreamingResponse as StreamingResponse
     from starlette.routing import BaseRoute
     from starlette.routing import Route as Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -77,8 +77,8 @@ def runs(made: Made, tmp_path: Path) -> Path:
 def page(made: Made, runs: Path) -> Iterator[Page]:
     page = Page(made.export, runs, per_minute=1000)
     yield page
-    if page.job is not None:
-        page.job.end()
+    if page.work is not None:
+        page.work.end()
 
 
 class Answer(NamedTuple):
@@ -238,6 +238,7 @@ def test_explore_asks_every_place_and_every_head(page: Page, made: Made) -> None
         ({"text": ""}, 400),
         ({"text": 5}, 422),
         ({"text": TEXT, "masked": "all"}, 422),
+        ({"text": TEXT, "masked": 3}, 422),
         ({"text": TEXT, "masked": [-1]}, 422),
         ({"text": TEXT, "seed": -1}, 422),
         ({"text": TEXT, "seed": True}, 422),
@@ -406,7 +407,7 @@ def test_a_job_is_refused_cancelled_and_never_doubled(page: Page) -> None:
         ({"seeds": 99}, 422),
     ):
         assert ask(page, "/api/finetune", good | change).status == status, change
-    assert page.job is None
+    assert page.work is None
     assert ask(page, "/api/cancel", {}).status == 409
     started = ask(page, "/api/finetune", good | {"epochs": 50})
     assert started.status == 200
@@ -415,8 +416,8 @@ def test_a_job_is_refused_cancelled_and_never_doubled(page: Page) -> None:
     assert second.status == 409
     assert "one at a time" in second.json["what"]
     assert ask(page, "/api/cancel", {}).status == 200
-    assert page.job is not None
-    page.job.process.wait(60)
+    assert page.work is not None
+    page.work.process.wait(60)
     assert ask(page, "/api/job").json["job"]["state"] == "cancelled"
     assert ask(page, "/api/classify", {"run": "t-1", "texts": ["x"]}).status == 404
 

@@ -36,7 +36,7 @@ async function api(path, body, raw = false) {
     throw {what: 'The server does not answer.', fix: 'start electra ui again'}
   }
   const value = await answer.json().catch(() => ({what: `The answer was ${answer.status}.`}))
-  if (!answer.ok) throw value
+  if (!answer.ok) throw {...value, again: Number(answer.headers.get('retry-after'))}
   return value
 }
 
@@ -63,7 +63,8 @@ function rove(box, selector, chosen) {
     nodes[next].focus()
     chosen?.(nodes[next])
   }
-  box.onfocusin = event => { const at = all().indexOf(event.target); if (at >= 0) reset(at) }
+  if (!box.dataset.roves) box.addEventListener('focusin', event => { const at = all().indexOf(event.target); if (at >= 0) reset(at) })
+  box.dataset.roves = 'yes'
   reset(Math.max(0, all().findIndex(node => node.getAttribute('aria-selected') === 'true')))
 }
 
@@ -163,7 +164,9 @@ async function look() {
     showMask()
     showSeen()
   } catch (error) {
-    if (order === detect.order) tell($('detect-error'), error)
+    if (order !== detect.order) return
+    tell($('detect-error'), error)
+    if (error.again) waiting = setTimeout(look, 1000 * error.again)  // so many requests a minute are allowed
   } finally {
     $('detect').removeAttribute('aria-busy')
   }
@@ -569,16 +572,16 @@ function classifier(one, k) {
 // ---------------------------------------------------------------- Explore
 
 const LOOKS = ['the token before', 'itself', 'the token after', '[CLS] and [SEP]', 'other tokens']
-const found = {head: [0, 0], from: 1}
+const inside = {head: [0, 0], from: 1}
 
 $('explore-form').onsubmit = async event => {
   event.preventDefault()
   $('explore').setAttribute('aria-busy', 'true')
   try {
-    Object.assign(found, await api('explore', {text: $('explore-text').value}))
-    found.weights = Uint8Array.from(atob(found.attention), c => c.charCodeAt(0))
-    found.from = 1 + found.tokens.reduce((best, token, i) => token.p > found.tokens[best].p ? i : best, 0)
-    found.head = farthest()
+    Object.assign(inside, await api('explore', {text: $('explore-text').value}))
+    inside.weights = Uint8Array.from(atob(inside.attention), c => c.charCodeAt(0))
+    inside.from = 1 + inside.tokens.reduce((best, token, i) => token.p > inside.tokens[best].p ? i : best, 0)
+    inside.head = farthest()
     tell($('explore-error'))
     $('explore-out').hidden = false
     showSurprise()
@@ -592,8 +595,8 @@ $('explore-form').onsubmit = async event => {
 }
 
 function showSurprise() {
-  const most = Math.max(8, ...found.tokens.map(token => token.bits ?? 0))
-  $('surprise').replaceChildren(...found.tokens.map(token => h('div', {
+  const most = Math.max(8, ...inside.tokens.map(token => token.bits ?? 0))
+  $('surprise').replaceChildren(...inside.tokens.map(token => h('div', {
     className: 'column', '--up': ((token.bits ?? 0) / most).toFixed(3), '--p': token.p.toFixed(3),
     title: token.best === undefined ? '' : `The generator would put ${token.best}`,
   }, h('small', {}, token.bits === undefined ? '' : token.bits.toFixed(1)), h('span', {className: 'up'}),
@@ -602,29 +605,29 @@ function showSurprise() {
 
 /** The head in which the chosen token looks hardest at one that is neither beside it nor an end. */
 function farthest() {
-  const [L, H, T] = found.shape
+  const [L, H, T] = inside.shape
   let best = [0, 0], top = -1
   for (let head = 0; head < L * H; head++)
     for (let to = 1; to < T - 1; to++) {
-      const weight = found.weights[(head * T + found.from) * T + to]
-      if (Math.abs(to - found.from) > 1 && weight > top) { top = weight; best = [Math.floor(head / H), head % H] }
+      const weight = inside.weights[(head * T + inside.from) * T + to]
+      if (Math.abs(to - inside.from) > 1 && weight > top) { top = weight; best = [Math.floor(head / H), head % H] }
     }
   return best
 }
 
 /** Every head as a small picture: a row for each token, bright where it looks. */
 function showHeads() {
-  const [L, H, T] = found.shape, box = $('heads')
+  const [L, H, T] = inside.shape, box = $('heads')
   box.style.setProperty('--layers', L)
   box.style.setProperty('--heads', H)
-  box.replaceChildren(...found.looks.flatMap((layer, l) => layer.map((_, k) => {
+  box.replaceChildren(...inside.looks.flatMap((layer, l) => layer.map((_, k) => {
     const canvas = h('canvas', {width: T, height: T})
     const image = new ImageData(T, T)
-    found.weights.subarray((l * H + k) * T * T, (l * H + k + 1) * T * T).forEach((w, i) => image.data.set([240, 150, 40, 255 * Math.sqrt(w / 255)], 4 * i))
+    inside.weights.subarray((l * H + k) * T * T, (l * H + k + 1) * T * T).forEach((w, i) => image.data.set([240, 150, 40, 255 * Math.sqrt(w / 255)], 4 * i))
     canvas.getContext('2d').putImageData(image, 0, 0)
     return h('button', {type: 'button', className: 'head', title: `layer ${l + 1}, head ${k + 1}`, 'aria-label': describe(l, k),
-      'aria-pressed': String(l === found.head[0] && k === found.head[1]), onclick: event => {
-        found.head = [l, k]
+      'aria-pressed': String(l === inside.head[0] && k === inside.head[1]), onclick: event => {
+        inside.head = [l, k]
         box.querySelectorAll('[aria-pressed=true]').forEach(node => node.setAttribute('aria-pressed', 'false'))
         event.currentTarget.setAttribute('aria-pressed', 'true')
         showAttention()
@@ -635,20 +638,20 @@ function showHeads() {
 
 /** Where a head looks: at the places named, in order of their share, and all over for the rest. */
 function describe(l, k) {
-  const shares = found.looks[l][k].map((share, i) => [share, LOOKS[i]]).filter(([share]) => share >= 0.1)
+  const shares = inside.looks[l][k].map((share, i) => [share, LOOKS[i]]).filter(([share]) => share >= 0.1)
   return `Layer ${l + 1}, head ${k + 1}: ` + shares.sort((a, b) => b[0] - a[0]).map(([share, name]) => `${percent(share)} to ${name}`).join(', ')
 }
 
 function showAttention() {
-  const [, H, T] = found.shape, [l, k] = found.head
-  const tokens = [{text: '[CLS]'}, ...found.tokens.map((t, i) => i ? t : {...t, space: true}), {text: '[SEP]', space: true}]
-  const row = found.weights.subarray(((l * H + k) * T + found.from) * T, ((l * H + k) * T + found.from + 1) * T)
+  const [, H, T] = inside.shape, [l, k] = inside.head
+  const tokens = [{text: '[CLS]'}, ...inside.tokens.map((t, i) => i ? t : {...t, space: true}), {text: '[SEP]', space: true}]
+  const row = inside.weights.subarray(((l * H + k) * T + inside.from) * T, ((l * H + k) * T + inside.from + 1) * T)
   const top = [...row.keys()].sort((a, b) => row[b] - row[a])[0]
-  $('head-says').replaceChildren(`${describe(l, k)}. Here `, h('b', {}, tokens[found.from].text), ' looks most at ',
+  $('head-says').replaceChildren(`${describe(l, k)}. Here `, h('b', {}, tokens[inside.from].text), ' looks most at ',
     h('b', {}, tokens[top].text), ` (${percent(row[top] / 255)}).`)
   keepFocus($('attention'), () => strip($('attention'), tokens, (token, i) => h('button', {
-    type: 'button', className: 'token', '--p': (row[i] / 255).toFixed(3), 'aria-current': i === found.from ? 'true' : undefined,
-    'aria-label': `${token.text}: ${percent(row[i] / 255)}`, onclick: () => { found.from = i; showAttention() },
+    type: 'button', className: 'token', '--p': (row[i] / 255).toFixed(3), 'aria-current': i === inside.from ? 'true' : undefined,
+    'aria-label': `${token.text}: ${percent(row[i] / 255)}`, onclick: () => { inside.from = i; showAttention() },
   }, h('span', {className: 'word'}, token.text), h('span', {className: 'meter'}), h('small', {}, row[i] >= 8 ? percent(row[i] / 255) : ''))))
 }
 opened.explore = () => { if (info.model && $('explore-out').hidden) $('explore-form').requestSubmit() }
@@ -675,7 +678,6 @@ if (!info.model) {
   }
   for (const form of ['detect-form', 'explore-form', 'drop']) $(form).hidden = true
 }
-rove(document.querySelector('[role=tablist]'), '[role=tab]', tab => open(tab))
 const wanted = tabs.find(tab => `#${tab.getAttribute('aria-controls')}` === location.hash)
 open(wanted ?? (info.model ? tabs[0] : tabs[1]))
 rove(document.querySelector('[role=tablist]'), '[role=tab]', tab => open(tab))
