@@ -603,14 +603,14 @@ function showSurprise() {
   h('span', {className: 'word'}, token.text), h('span', {className: 'down'}), h('small', {}, percent(token.p)))))
 }
 
-/** The head in which the chosen token looks hardest at one that is neither beside it nor an end. */
+/** The head in which the chosen token looks hardest at one that is neither near it nor an end. */
 function farthest() {
   const [L, H, T] = inside.shape
   let best = [0, 0], top = -1
   for (let head = 0; head < L * H; head++)
     for (let to = 1; to < T - 1; to++) {
       const weight = inside.weights[(head * T + inside.from) * T + to]
-      if (Math.abs(to - inside.from) > 1 && weight > top) { top = weight; best = [Math.floor(head / H), head % H] }
+      if (Math.abs(to - inside.from) > 2 && weight > top) { top = weight; best = [Math.floor(head / H), head % H] }
     }
   return best
 }
