@@ -225,6 +225,9 @@ def test_no_module_unpickles_evaluates_or_unpacks(path: Path) -> None:
     if path.name == "unpickle.py":  # the one place, in a process of its own, by an explicit flag
         assert found == ["torch.load"]
         assert 'torch.load(path, map_location="cpu", weights_only=True)' in source
+    elif path.name == "ui.py":  # packs a model for its download, and opens no archive
+        assert found == ["zipfile"]
+        assert re.findall(r"zipfile\.\w+\(.*", source) == ['zipfile.ZipFile(sink, "w") as archive:']
     else:
         assert not found
 
