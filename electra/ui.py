@@ -29,7 +29,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import __version__, tasks
@@ -457,18 +456,15 @@ def explore(model: Pretrained, text: str) -> Json:
 def _attention(network: Any, x: Tensor) -> Tensor:
     """softmax(q kᵀ / √K) of every block and head, (L, H, T, T)."""
     encoder, _ = build_discriminator(network)
-    found: list[Tensor] = []
-
-    def look(block: Any, given: Any) -> None:
+    c, found = encoder.config, list[Tensor]()
+    h = encoder.embeddings(x, torch.zeros_like(x))
+    h = h if encoder.project is None else encoder.project(h)
+    for block in encoder.blocks:
         assert isinstance(block, Block)
-        h, c = given[0], block.config
         q, k, _ = block.qkv(h).view(*h.shape[:2], 3, c.attention_heads, c.head_size).unbind(2)
         score = torch.einsum("bthk,bshk->bhts", q, k)[0] / math.sqrt(c.head_size)
-        found.append(F.softmax(score.float(), -1))
-
-    for block in encoder.blocks:
-        block.register_forward_pre_hook(look)
-    encoder(x, torch.zeros_like(x), None, None)
+        found.append(score.float().softmax(-1))
+        h = block(h, None, None)
     return torch.stack(found)
 
 
