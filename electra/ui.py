@@ -561,7 +561,7 @@ def _moment_warnings(path: Path, about: Json, age: float) -> list[str]:
     found: list[str] = []
     if not about["running"]:
         found.append("Stopped before its end; the same command continues it.")
-    elif age > max(120, 10 * about.get("every", 60)):
+    elif "every" in about and age > max(120, 10 * about["every"]):  # fine-tuning logs at its end
         found.append(f"No new number for {age / 60:,.0f} minutes.")
     checkpoints = sorted((path / "checkpoints").glob("step-*"))
     size = sum(file.stat().st_size for file in checkpoints[-1].iterdir()) if checkpoints else 0
