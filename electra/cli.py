@@ -714,6 +714,9 @@ class UiCommand:
     def run(self) -> int:
         from .ui import ui
 
+        if self.per_minute < 1:
+            what = f"{self.per_minute} requests a minute are too few for a page."
+            raise ElectraError(what, where="--per-minute", fix="use 1 or more")
         return ui(self.model, self.runs, self.host, self.port, self.per_minute)
 
 

@@ -390,6 +390,11 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("serve", "other machines could reach it"): lambda p: [
         *("serve", p.made.export, "--port", "0", "--host", "0.0.0.0"),
     ],
+    ("ui", "there is no model"): lambda p: ["ui", "--model", p.here],
+    ("ui", "the model is a generator alone"): lambda p: [
+        *("ui", "--model", p.made.export / "generator"),
+    ],
+    ("ui", "no request would be let through"): lambda _: ["ui", "--per-minute", "0"],
     ("demo", "the demo is done already"): lambda p: [
         *("demo", "--out", p.file("out/demo.json", "{}").parent),
     ],

@@ -714,7 +714,7 @@ arguments = st.lists(
     max_size=9,
 )
 SAFE = {"pretrain": ["--dry-run"], "finetune": ["--dry-run"], "plan": ["--tokens-per-second", "9"]}
-SAFE["serve"] = ["--port", "65536"]  # which there is not
+SAFE["serve"] = SAFE["ui"] = ["--port", "65536"]  # which there is not
 commands = [name for name in cli.COMMANDS if name not in ("demo", "glue")]
 
 
