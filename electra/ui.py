@@ -127,7 +127,8 @@ class Page:
         about: Json | None = None
         if self.model is not None and self.path is not None:
             has_generator = self.model.generator is not None
-            about = {"name": self.path.resolve().name, "generator": has_generator}
+            name = "/".join(self.path.resolve().parts[-2:])
+            about = {"name": name, "generator": has_generator}
         limits = {"text": self.limits.text, "upload": UPLOAD_BYTES}
         info = {"version": __version__, "model": about, "limits": limits}
         return JSONResponse(info | {"runs": self.folder.resolve().name})
