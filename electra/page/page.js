@@ -10,7 +10,7 @@ let info = {model: null, limits: {}}
 
 /** An element; properties are set as such, those with a dash as attributes, --x as CSS variables. */
 function h(tag, properties = {}, ...children) {
-  const svg = ['svg', 'path', 'line', 'text', 'g', 'circle', 'rect', 'title'].includes(tag)
+  const svg = ['svg', 'path', 'line', 'text', 'circle'].includes(tag)
   const node = svg ? document.createElementNS(SVG, tag) : document.createElement(tag)
   for (const [key, value] of Object.entries(properties)) {
     if (value === undefined || value === null) continue
@@ -272,7 +272,7 @@ const DASHES = ['', '7 3', '2 3', '9 3 2 3', '5 2 1 2', '12 4', '1 4', '4 4']
 const runs = {shown: null, colours: new Map(), last: ''}
 
 /** Colour and dash of a run stay its own while it is shown. */
-function style_of(name) {
+function styleOf(name) {
   if (!runs.colours.has(name)) {
     const used = [...runs.colours.values()]
     runs.colours.set(name, [...Array(8).keys()].find(k => !used.includes(k)) ?? 0)
@@ -294,7 +294,7 @@ async function poll() {
       if (runs.shown.length) return poll()
     }
     $('polled').textContent = found.runs.some(run => run.running) ? 'live' : 'up to date'
-    const text = JSON.stringify(found)
+    const text = JSON.stringify(found, (key, value) => key === 'age' ? undefined : value)
     if (text !== runs.last) { runs.last = text; runs.found = found; showRuns() }
   } catch (error) {
     tell($('runs-error'), error)
@@ -306,7 +306,7 @@ document.addEventListener('visibilitychange', poll)
 $('axis').onchange = $('smooth').onchange = () => showCharts()
 
 function swatch(name) {
-  const k = style_of(name)
+  const k = styleOf(name)
   return h('svg', {class: `swatch line${k}`, viewBox: '0 0 28 8', 'aria-hidden': 'true'},
     h('path', {d: 'M0 4H28', 'stroke-dasharray': DASHES[k]}))
 }
@@ -413,7 +413,7 @@ function chart(title, lines, axis) {
     svg.append(h('text', {x: x(v), y: H - bottom + 18, 'text-anchor': 'middle'}, tick(v)))
   svg.append(h('text', {x: W - right, y: H - 3, 'text-anchor': 'end', class: 'axis'}, axis === 'step' ? 'steps' : 'minutes'))
   for (const {name, kind, points} of lines) {
-    const k = style_of(name)
+    const k = styleOf(name)
     const d = points.map(([a, b], i) => b === null ? '' : `${i && known(points[i - 1]) ? 'L' : 'M'}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join('')
     svg.append(h('path', {d, class: `curve line${k} ${kind}`, 'stroke-dasharray': DASHES[k], 'data-points': points.length}))
     if (kind === 'eval' && points.length < 60)
