@@ -184,14 +184,14 @@ class Page:
                 self._seen[key] = (stats, read(path))
         return self._seen[key][1]
 
-    def _describe(self, path: Path, name: str, locked: set[tuple[int, int]]) -> Json:
+    def _describe(self, path: Path, name: str, locked: set[int]) -> Json:
         try:
             about = dict(self._once(path, _summary))
         except ElectraError as error:
             what = error.what.replace(str(path), name)
             return {"name": name, "state": "damaged", "running": False, "warnings": [what]}
         lock, log = path / ".lock", path / "metrics.jsonl"
-        about["running"] = lock.is_file() and _file_number(lock) in locked
+        about["running"] = lock.is_file() and lock.stat().st_ino in locked
         age = time.time() - log.stat().st_mtime if log.is_file() else 0.0
         about["warnings"] = [*about["warnings"], *_moment_warnings(path, about, age)]
         return {**about, "name": name, "age": round(age)}
@@ -489,25 +489,18 @@ def find_runs(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _locked_files() -> set[tuple[int, int]]:
-    """Device and number of every file that a process holds (`files.exclusive`).
+def _locked_files() -> set[int]:
+    """Numbers of the files that processes hold (`files.exclusive`).
 
     Asked for at the kernel: to try the lock would hold it for a moment, and a run that starts in
-    this moment would refuse.
+    this moment would refuse. Devices are left out: some file systems tell another one in `stat`.
     """
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return set()
-    places = [
-        line.split()[5].split(":") for line in lines if " FLOCK " in line and "->" not in line
-    ]
-    return {(os.makedev(int(a, 16), int(b, 16)), int(c)) for a, b, c in places}
-
-
-def _file_number(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_dev, status.st_ino
+    held = (line.split() for line in lines if " FLOCK " in line and "->" not in line)
+    return {int(line[5].rpartition(":")[2]) for line in held}
 
 
 def _summary(path: Path) -> Json:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
@@ -420,6 +421,18 @@ def test_a_job_is_refused_cancelled_and_never_doubled(page: Page) -> None:
     page.work.process.wait(60)
     assert ask(page, "/api/job").json["job"]["state"] == "cancelled"
     assert ask(page, "/api/classify", {"run": "t-1", "texts": ["x"]}).status == 404
+
+    async def visit() -> None:
+        async with page._lifespan(None):
+            assert ask_again() == 200
+
+    def ask_again() -> int:
+        with ThreadPoolExecutor(1) as other:  # a loop of its own
+            return other.submit(ask, page, "/api/finetune", good).result().status
+
+    asyncio.run(visit())
+    assert page.work.name == "t-2"
+    assert page.work.process.poll() is not None  # no process outlives the server
 
 
 def test_a_failed_job_says_why_without_a_path(runs: Path, tmp_path: Path) -> None:
