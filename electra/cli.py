@@ -317,11 +317,13 @@ class ExportCommand:
     """Gets the folders discriminator and generator."""
     sentence_transformers: bool = False
     """Add to the first of them what makes it one that SentenceTransformer loads as well."""
+    license: str = "unknown"
+    """Licence that the model cards state."""
 
     def run(self) -> None:
         from .hf import export_run
 
-        report = export_run(self.run_directory, self.out)
+        report = export_run(self.run_directory, self.out, license=self.license)
         if self.sentence_transformers:
             from .embed import for_sentence_transformers
 
@@ -547,12 +549,12 @@ class AblateCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Compare runs: a Markdown table, CSV and a picture."""
+    """Compare runs: a Markdown table, CSV, a picture, and a page with all of it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Runs of pretrain, finetune, glue or ablate."""
     out: Path | None = None
-    """Gets report.md, report.csv and report.png."""
+    """Gets report.md, report.csv, report.png and the page report.html."""
 
     def run(self) -> None:
         from .report import report

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import json
 import math
+import re
 import tomllib
 import typing
 from collections.abc import Callable
@@ -49,6 +50,11 @@ MaskPercent = Annotated[
     float, _Rule(lambda v: 0 < v < 100, "a percentage such as 15 (paper), or 25 for large")
 ]
 Length = Annotated[int, _Rule(lambda v: v >= 8, "at least 8")]
+LICENSE = _Rule(
+    lambda v: re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", v) is not None,
+    "a name that the Hub knows, such as apache-2.0, cc-by-sa-4.0 or other",
+)
+License = Annotated[str, LICENSE]
 
 
 @cache
@@ -472,6 +478,8 @@ class FinetuneConfig(Settings):
     """Seeds that a GPU trains at the same time; default 5. They do not depend on each other."""
     keep: Literal["best", "all"] = "best"
     """Whose weights are kept."""
+    license: License = "unknown"
+    """Licence that the model card states."""
     save_every: Count | None = None
     """Steps between two checkpoints of a run under way; default: one a minute."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -56,7 +56,7 @@ from .tokenizer import Tokenizer
 Predictions = dict[str, NDArray[Any]]
 
 _MAY_CHANGE = (
-    *("seeds", "keep", "save_every", "at_once"),
+    *("seeds", "keep", "save_every", "at_once", "license"),
     *("device", "precision", "compile", "deterministic", "threads"),
 )
 _COMPILE_FROM = 15_000  # steps of all seeds from which it pays
@@ -733,6 +733,7 @@ def _finish(
             model,
             results=record,
             length=config.length or data.task.length,
+            run=out,
         )
         write_atomic(out / "results.json", json_bytes(record, indent=1))
     return record

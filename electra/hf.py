@@ -6,11 +6,11 @@ wrote. Goes out: what was pre-trained, or the model of a task,
     OUT/electra.json         what was trained: settings, step, tokenizer hash
     OUT/discriminator/       loads as ElectraForPreTraining (and AutoModel for fine-tuning)
     OUT/generator/           loads as ElectraForMaskedLM; the only one of a masked language model
-        config.json  model.safetensors  tokenizer.json …  README.md
+        config.json  model.safetensors  tokenizer.json …  README.md  curves.png
 
     OUT/electra.json         the task, its results, and a digest of each file that is read again
     OUT/head.safetensors     our own head to the last bit, in whatever form transformers has it
-    OUT/config.json  model.safetensors  tokenizer.json …  README.md
+    OUT/config.json  model.safetensors  tokenizer.json …  README.md  curves.png
 
 or the same tensors under our own names, from which training continues (`load_pretrained`,
 `load_encoder`) and inference starts (`load_finetuned`). A directory is read back and compared
@@ -42,7 +42,7 @@ from safetensors.torch import load_file
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 
-from . import __version__, heads, tasks, tf_checkpoint
+from . import __version__, card, heads, tasks, tf_checkpoint
 from .config import EncoderConfig, PretrainConfig, Sharing, from_dict, read_settings_file, to_dict
 from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead
 from .errors import CorruptError, ElectraError
@@ -55,7 +55,7 @@ from .objectives import (
     SpecialIds,
     build_objective,
 )
-from .report import code, long_form, table
+from .report import code
 from .tasks import Task
 from .tokenizer import Tokenizer
 
@@ -296,12 +296,13 @@ def networks_of(objective: Objective) -> tuple[Network, ...]:
 # ---------------------------------------------------------------------- export
 
 
-def export_run(run: Path, out: Path) -> ExportReport:
+def export_run(run: Path, out: Path, *, license: str = "unknown") -> ExportReport:
     """Export the newest checkpoint of a run directory."""
     from .rundir import load_run  # imports the whole of training, which no reader here needs
 
     loaded = load_run(run)
-    return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, step=loaded.step)
+    options: dict[str, Any] = {"step": loaded.step, "run": run, "license": license}
+    return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, **options)
 
 
 def export(
@@ -311,37 +312,50 @@ def export(
     out: Path,
     *,
     step: int | None = None,
+    run: Path | None = None,
+    license: str = "unknown",
 ) -> ExportReport:
     """Write the networks of `objective` (float32) for transformers and check them.
 
-    An earlier export at `out` is replaced; anything else there is left alone, with an error.
+    run: the directory whose story the model card tells. An earlier export at `out` is replaced;
+    anything else there is left alone, with an error.
     """
     tokenizer = Tokenizer.load(tokenizer_dir)
     record = {"version": __version__, "step": step, "config": to_dict(config)}
-    steps = "steps" if step is None else f"{step:,} steps"
-    text = f"Trained for {steps} of {config.data.batch_size} × {config.data.sequence_length} tokens"
-    return _export(networks_of(objective), tokenizer, out, record, f"{text}.")
+    story = card.of_pretraining(config, step, run)
+    return _export(networks_of(objective), tokenizer, out, record, story, license)
 
 
 def import_model(
-    path: Path, out: Path, *, tokenizer: Path | None = None, allow_bin: bool = False
+    path: Path,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    allow_bin: bool = False,
+    license: str = "unknown",
 ) -> ExportReport:
     """Write what `load_pretrained` reads as an export; allow_bin: from a pickle, if need be."""
     model = _load(path, with_heads=True, allow_bin=allow_bin)
     own = Tokenizer.load(tokenizer) if tokenizer else model.needed_tokenizer()
     networks = tuple(n for n in (model.discriminator, model.generator) if n)
     record = {"version": __version__, "imported_from": str(path)}
-    return _export(networks, own, out, record, f"Imported from {code(path.name)}.")
+    story = card.Story({"Training": f"Imported from {code(path.name)}."})
+    return _export(networks, own, out, record, story, license)
 
 
 def _export(
-    networks: tuple[Network, ...], tokenizer: Tokenizer, out: Path, record: Any, text: str
+    networks: tuple[Network, ...],
+    tokenizer: Tokenizer,
+    out: Path,
+    record: Any,
+    story: card.Story,
+    license: str,
 ) -> ExportReport:
     record = {**record, "tokenizer_hash": tokenizer.hash}
     differences: list[float] = []
     with _replacing(out) as temporary:
         for network in networks:
-            _write(temporary / network.kind, network, tokenizer, text)
+            _write(temporary / network.kind, network, tokenizer, story, license)
         write_atomic(temporary / "electra.json", json_bytes(record, indent=1))
         again = load_pretrained(temporary)
         for network in networks:
@@ -366,12 +380,14 @@ def export_finetuned(
     *,
     results: dict[str, Any],
     length: int,
+    run: Path | None = None,
 ) -> None:
     """Write a fine-tuned model (float32) so that transformers predicts the same, and check it.
 
     The head goes into the class that transformers has for the task. It has none for the joint head
     of question answering, nor for a linear one of very many outputs: there it loads the encoder
-    alone. `results` is what the model card reports: results.json, or its summary.
+    alone. `results` is what the model card reports: results.json, or its summary; `run` has the
+    losses that it shows.
     """
     head, c, tensors = model.head, model.encoder.config, _tensors(model)
     if task.kind == "regression":  # to the data's own unit
@@ -394,11 +410,13 @@ def export_finetuned(
         "problem_type": problems.get(task.kind),
     }
     with _replacing(out) as temporary:
-        card = _card(task, results, length, has_class=has_class)
-        _write(temporary, network, tokenizer, card, settings, length)
+        story = card.of_finetuning(task, results, length, has_class=has_class, run=run)
+        license = dict(results.get("settings", {})).get("license", "unknown")
+        _write(temporary, network, tokenizer, story, license, settings, length)
         write_atomic(temporary / "head.safetensors", to_safetensors(_part(tensors, "head.")))
-        record["files"] = {path.name: xxh3_file(path) for path in temporary.iterdir()}
-        record["files"].pop("README.md")  # is for people, who may add to it
+        for_people = ("README.md", card.PICTURE)  # who may add to it
+        files = [path for path in temporary.iterdir() if path.name not in for_people]
+        record["files"] = {path.name: xxh3_file(path) for path in files}
         write_atomic(temporary / "electra.json", json_bytes(record, indent=1))
         again = load_finetuned(temporary)
         is_same = (again.task, again.form, again.length) == (task, form, length)
@@ -443,50 +461,24 @@ def _write(
     directory: Path,
     network: Network,
     tokenizer: Tokenizer,
-    text: str,
+    story: card.Story,
+    license: str,
     settings: dict[str, Any] | None = None,
     length: int | None = None,
 ) -> None:
-    """One directory that transformers loads; `text` goes into the model card as it is."""
+    """One directory that transformers loads."""
     c, name = network.config, _CLASSES[network.kind][0]
     values = _FIXED | {theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()}
     values |= {"architectures": [name], "vocab_size": network.vocab_size, "dtype": "float32"}
     values |= {"pad_token_id": tokenizer.pad_id, "tie_word_embeddings": True, **(settings or {})}
-    card = f"""\
----
-library_name: transformers
-tags: [electra]
----
-
-# ELECTRA {network.kind}
-
-Loads as `{name}`. It has {c.layers} layers of {c.hidden_size} units, a vocabulary of
-{network.vocab_size:,} tokens, and reads sequences of up to {c.max_positions}. Trained after Clark
-et al. (ICLR 2020) by electra {__version__}.
-
-{text}
-"""
+    text = card.readme(network.kind, name, c, network.vocab_size, story, license)
     tokenizer.save(directory, max_length=length or c.max_positions)
     data = to_safetensors(to_transformers(network), metadata={"format": "pt"})
     write_atomic(directory / "config.json", json_bytes(values, indent=2))
     write_atomic(directory / "model.safetensors", data)
-    write_atomic(directory / "README.md", card.encode())
-
-
-def _card(task: Task, results: dict[str, Any], length: int, *, has_class: bool) -> str:
-    """What the card of a fine-tuned model adds; names are other people's, so they are escaped."""
-    lines = [f"Fine-tuned for {task.kind} on {code(task.name)}, rows of at most {length} tokens."]
-    if task.labels:
-        lines.append(f"Labels: {', '.join(map(code, task.labels))}.")
-    if not has_class:
-        lines.append("transformers has no class for its head, which is in head.safetensors.")
-    if "median" in (summary := results.get("summary", results)):
-        lines.append(f"{code(task.metric)} × 100, median of the seeds: {long_form(summary)}.")
-    if "model" in results:
-        lines.append(f"Started from {code(results['model'])}.")
-    pairs = dict(results.get("settings", {})).items()
-    lines.append("\n".join(table(["setting", "value"], [[code(k), code(v)] for k, v in pairs])))
-    return "\n\n".join(lines)
+    write_atomic(directory / "README.md", text)
+    if story.picture:
+        write_atomic(directory / card.PICTURE, story.picture)
 
 
 def _names(kind: Layout, ours: str) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Runs side by side: Markdown to read, report.csv to compute with, report.png for a look.
+"""Runs side by side: Markdown to read, report.csv to compute with, report.png for a look, and
+report.html with all there is to know of them on one page (`report_html.py`).
 
 Comes in: directories of pre-training runs (run.json, metrics.jsonl), of fine-tuning runs
 (results.json), of benchmarks, which hold one fine-tuning run per task, and of studies
@@ -33,16 +34,23 @@ _CURVES = {  # held-out numbers of a pre-training run
     "disc_loss": "discriminator loss",
     "disc_auc": "AUC of replaced tokens",
 }
+_HEALTH = {  # and what training itself tells
+    "grad_norm": "gradient norm",
+    "learning_rate": "learning rate",
+    "tokens_per_second": "tokens per second",
+}
 _COLUMNS = (
     *("run", "kind", "state", "task", "metric", "model", *_SUMMARY, "ensemble"),
     *("recipe", "steps", "tokens", "seconds", *_CURVES),
 )
 _STUDY_COLUMNS = ("label", "seed", "flops", "parameters", "mlm_accuracy", "score")
 # Values of a run by column; those that do not apply to it are missing. Pre-training has also
-# `curves`, (step, value) by name; fine-tuning `scores` of the seeds that did not fail, and `row`
-# of the table of medians: the benchmark, or what a run of one task started from. A cell of a study
-# has `scores`, by task, and `curve`.
+# `curves`, (step, value) by name, held out and in training; fine-tuning `scores` of the seeds that
+# did not fail, `losses` of each seed, and `row` of the table of medians: the benchmark, or what a
+# run of one task started from. A cell of a study has `scores`, by task, and `curve`. `record` is
+# what the run says of itself, `metrics` its log, `warnings` what somebody should look at.
 _Run = dict[str, Any]
+Panel = Callable[[Any], None]  # draws one picture on an axis
 
 
 class _Study(NamedTuple):
@@ -54,8 +62,36 @@ class _Study(NamedTuple):
     rows: dict[str, list[_Run]]
 
 
+class Section(NamedTuple):
+    """One sort of runs: its tables, the pictures that belong to them, and the runs themselves."""
+
+    lines: list[str]
+    panels: list[Panel]
+    more: list[Panel]  # of the page only
+    runs: list[_Run]
+
+
 def report(runs: Sequence[Path], out: Path | None = None) -> str:
-    """Markdown tables of the runs; with `out` also report.md, report.csv and report.png there."""
+    """Markdown tables of the runs; with `out` also report.md, .csv, .png and .html there."""
+    sections = read_sections(runs)
+    text = "\n".join(line for section in sections for line in section.lines)
+    if out is not None:
+        from .report_html import page
+
+        with storage_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+        found = [run for section in sections for run in section.runs]
+        columns = _COLUMNS + (_STUDY_COLUMNS if any(r["kind"] == "ablate" for r in found) else ())
+        panels = [panel for section in sections for panel in section.panels]
+        write_atomic(out / "report.md", f"# Report\n\n{text}".encode())
+        write_atomic(out / "report.csv", _csv(found, columns))
+        write_atomic(out / "report.png", draw(panels))
+        write_atomic(out / "report.html", page(sections).encode())
+    return text
+
+
+def read_sections(runs: Sequence[Path]) -> list[Section]:
+    """The runs by sort: pre-training, fine-tuning, and each study."""
     paths = list(dict.fromkeys(map(Path, runs)))
     names = [path.resolve().name for path in paths]
     pretrained: list[_Run] = []
@@ -66,21 +102,21 @@ def report(runs: Sequence[Path], out: Path | None = None) -> str:
         if (path / "ablate.json").is_file():
             studies.append(_read_study(path, title))
         elif (path / "run.json").is_file():
-            pretrained.append(_read_pretraining(path, title))
+            pretrained.append(read_pretraining(path, title))
         else:
             finetuned += _read_finetuning(path, title)
-    lines = _pretraining_table(pretrained) if pretrained else []
-    lines += _finetuning_tables(finetuned) if finetuned else []
-    text = "\n".join(lines + [line for study in studies for line in _study_table(study)])
-    if out is not None:
-        with storage_errors(out):
-            out.mkdir(parents=True, exist_ok=True)
-        write_atomic(out / "report.md", f"# Report\n\n{text}".encode())
-        cells = [run for study in studies for run in _study_runs(study)]
-        columns = _COLUMNS + (_STUDY_COLUMNS if cells else ())
-        write_atomic(out / "report.csv", _csv([*pretrained, *finetuned, *cells], columns))
-        write_atomic(out / "report.png", _draw(pretrained, finetuned, studies))
-    return text
+    sections: list[Section] = []
+    if pretrained:
+        panels, more = curve_panels(pretrained, _CURVES), curve_panels(pretrained, _HEALTH)
+        sections.append(Section(_pretraining_table(pretrained), panels, more, pretrained))
+    if finetuned:
+        more = [loss_panel(finetuned)] * any(run.get("losses") for run in finetuned)
+        table = _finetuning_tables(finetuned)
+        sections.append(Section(table, [_scores_panel(finetuned)], more, finetuned))
+    for study in studies:
+        figures, cells = _study_figures(study), _study_runs(study)
+        sections.append(Section(_study_table(study), figures, [], cells))
+    return sections
 
 
 def _is_finite(value: Any) -> bool:
@@ -100,15 +136,32 @@ def _needed(value: Any) -> float:
     return number
 
 
-def _read_pretraining(path: Path, title: str) -> _Run:
+def _metrics(path: Path) -> list[dict[str, Any]]:
+    return read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+
+
+def read_pretraining(path: Path, title: str) -> _Run:
+    """A run of `electra pretrain`."""
     with reading(path / "metrics.jsonl", _FIX):
-        metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+        metrics = _metrics(path)
         steps = max((int(m["step"]) for m in metrics), default=0)
         times = [float(m["seconds"]) for m in metrics if m["kind"] == "train"]
-        held = [(int(m["step"]), m) for m in metrics if m["kind"] == "eval"]
-        curves = {k: [(s, m[k]) for s, m in held if _is_finite(m.get(k))] for k in _CURVES}
+        held = [m for m in metrics if m["kind"] == "eval"]
+        curves = {
+            kind: {
+                key: [
+                    (m["step"], m[key])
+                    for m in metrics
+                    if m["kind"] == kind and key in m and _is_finite(m[key])
+                ]
+                for key in (*_CURVES, *_HEALTH)
+            }
+            for kind in ("eval", "train")
+        }
+        told = [(m["step"], str(m["warning"])) for m in metrics if "warning" in m]
     with reading(path / "run.json", _FIX):
-        config = json.loads((path / "run.json").read_bytes())["config"]
+        record = dict(json.loads((path / "run.json").read_bytes()))
+        config = record["config"]
         data, settings, seconds = config["data"], config["run"], max(times, default=0.0)
         tokens = steps * int(data["batch_size"]) * int(data["sequence_length"])
         budget = 60 * settings["minutes"] if settings["minutes"] else math.inf
@@ -118,7 +171,8 @@ def _read_pretraining(path: Path, title: str) -> _Run:
     state = "finished" if share >= 1 else f"not finished: {100 * share:.0f} %"
     run: _Run = {"run": title, "kind": "pretrain", "state": state, "recipe": recipe}
     run |= {"steps": steps, "tokens": tokens, "seconds": round(seconds, 1), "curves": curves}
-    return run | {key: held[-1][1].get(key) if held else None for key in _CURVES}
+    run |= {"record": record, "warnings": [f"step {step:,}: {text}" for step, text in told]}
+    return run | {key: held[-1].get(key) if held else None for key in _CURVES}
 
 
 def _read_finetuning(path: Path, title: str) -> list[_Run]:
@@ -137,7 +191,7 @@ def _read_finetuning(path: Path, title: str) -> list[_Run]:
 def _read_results(path: Path, title: str, row: str | None) -> _Run:
     """The results, or as much as is known of a run that has none yet."""
     begun, file = path / "finetune.json", path / "results.json"
-    is_done = file.is_file()
+    is_done, told = file.is_file(), list[str]()
     with reading(file if is_done else begun, _FIX):
         read = json.loads((file if is_done else begun).read_bytes())
         if read["format"] != 1:
@@ -157,7 +211,24 @@ def _read_results(path: Path, title: str, row: str | None) -> _Run:
             run["ensemble"] = _number(dict(ensemble).get(metric))
             scores = [_number(seed["score"]) for seed in read["seeds"] if not seed["failed"]]
             run["scores"] = [score for score in scores if score is not None]
-    return run
+            for key, what in (("failed", "learned nothing"), ("bad_steps", "had steps left out")):
+                found_bad = [str(int(seed["seed"])) for seed in read["seeds"] if seed.get(key)]
+                told += [f"seed {', '.join(found_bad)} {what}"] * bool(found_bad)
+        run |= {"record": dict(read), "warnings": told}
+    return run | {"losses": seed_losses(path)}
+
+
+def seed_losses(path: Path) -> list[list[tuple[float, float]]]:
+    """Training loss of each seed of a fine-tuning run, over the share of its steps in percent."""
+    with reading(path / "metrics.jsonl", _FIX):
+        seeds: dict[Any, list[float]] = {}
+        for m in _metrics(path):
+            if m["kind"] == "train" and _is_finite(m.get("loss")):
+                seeds.setdefault(m.get("seed"), []).append(m["loss"])
+    return [
+        [(100 * (i + 1) / len(values), value) for i, value in enumerate(values)]
+        for values in seeds.values()
+    ]
 
 
 def _read_study(path: Path, title: str) -> _Study:
@@ -185,9 +256,13 @@ def _read_study(path: Path, title: str) -> _Study:
         return _Study(title, str(read["study"]), tasks, rows)
 
 
+def _one_line(text: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
 def code(text: object) -> str:
     """Somebody's text as Markdown code, where nothing has a meaning, on one line of a table."""
-    line = "".join(c if c.isprintable() else " " for c in str(text)).strip()
+    line = _one_line(str(text)).strip()
     return "`" + (line.replace("`", "'").replace("|", "¦") or " ") + "`"
 
 
@@ -346,30 +421,57 @@ def _csv(runs: Sequence[_Run], columns: Sequence[str]) -> bytes:
 
 def label(text: str) -> str:
     """For a picture, without mathematics; matplotlib also hides what begins with an underscore."""
-    return re.sub("^_", "\u200b_", text).replace("$", r"\$")
+    return re.sub("^_", "\u200b_", _one_line(text)).replace("$", r"\$")
 
 
-def _draw(pretrained: list[_Run], finetuned: list[_Run], studies: list[_Study]) -> bytes:
-    """Learning curves of all runs over steps, every seed's score with a dash at the median, and
-    the figures of studies."""
-    from matplotlib.figure import Figure
+def curve_panels(runs: list[_Run], names: dict[str, str]) -> list[Panel]:
+    """Learning curves of runs over steps: held out, and thin what training saw."""
 
-    curves = [key for key in _CURVES if any(run["curves"][key] for run in pretrained)]
-    figures = [part for study in studies for part in _study_figures(study)]
-    panels = max(1, len(curves) + bool(finetuned) + len(figures))
-    figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
-    axes: list[Any] = list(figure.subplots(1, panels, squeeze=False)[0])
-    for axis, key in zip(axes, curves, strict=False):
-        axis.set_title(f"{_CURVES[key]}, held out")
-        axis.set_xlabel("step")
-        for run in pretrained:
-            if points := run["curves"][key]:
-                axis.plot(*zip(*points, strict=True), label=label(run["run"]))
-        axis.legend()
-    if finetuned:
-        axis, (columns, rows) = axes[len(curves)], _medians(finetuned)
+    def panel(key: str) -> Panel:
+        def draw(axis: Any) -> None:
+            axis.set(title=names[key], xlabel="step")
+            for i, run in enumerate(runs):
+                name = label(run["run"])
+                for kind, what, width in (("eval", "held out", 1.8), ("train", "training", 0.7)):
+                    if points := run["curves"][kind][key]:
+                        name = what if len(runs) == 1 else name
+                        style = {"color": f"C{i % 10}", "label": name, "linewidth": width}
+                        axis.plot(*zip(*points, strict=True), **style)
+                        name = None
+            if key == "grad_norm":
+                axis.set_yscale("log")
+            axis.legend()
+
+        return draw
+
+    kinds = ("eval", "train")
+    there = [key for key in names if any(run["curves"][k][key] for run in runs for k in kinds)]
+    return [panel(key) for key in there]
+
+
+def loss_panel(runs: list[_Run]) -> Panel:
+    """Training losses of fine-tuning, a line per seed."""
+
+    def draw(axis: Any) -> None:
+        axis.set(title="training loss, a line per seed", xlabel="share of the steps, %")
+        for i, run in enumerate(runs):
+            for j, points in enumerate(run["losses"]):
+                name = None if j or len(runs) == 1 else label(run["run"])
+                axis.plot(*zip(*points, strict=True), color=f"C{i % 10}", linewidth=0.9, label=name)
+        if len(runs) > 1:
+            axis.legend()
+
+    return draw
+
+
+def _scores_panel(finetuned: list[_Run]) -> Panel:
+    """Every seed's score with a dash at the median."""
+
+    def draw(axis: Any) -> None:
+        columns, rows = _medians(finetuned)
         axis.set_title("scores × 100: a dot per seed, a dash at the median")
         axis.set_xticks(range(len(columns)), list(map(label, columns)))
+        axis.set_xlim(-0.6, len(columns) - 0.4)
         axis.tick_params("x", rotation=30)
         for i, (name, row) in enumerate(rows.items()):
             shift = (i - (len(rows) - 1) / 2) * 0.8 / len(rows)
@@ -381,16 +483,35 @@ def _draw(pretrained: list[_Run], finetuned: list[_Run], studies: list[_Study]) 
                     axis.scatter([x] * len(scores), scores, color=colour, alpha=0.6)
                     axis.hlines(100 * run["median"], x - width, x + width, color=colour)
         axis.legend()
-    for axis, draw in zip(axes[panels - len(figures) :], figures, strict=True):
-        draw(axis)
+
+    return draw
+
+
+def draw(
+    panels: Sequence[Panel],
+    *,
+    form: str = "png",
+    size: tuple[float, float] = (5.5, 4.5),
+    dpi: int = 110,
+) -> bytes:
+    """The panels side by side."""
+    from matplotlib.figure import Figure
+
+    count = max(1, len(panels))
+    figure = Figure(figsize=(size[0] * count, size[1]), layout="constrained")
+    axes: list[Any] = list(figure.subplots(1, count, squeeze=False)[0])
+    for axis, panel in zip(axes, panels, strict=False):
+        panel(axis)
     picture = io.BytesIO()
     with warnings.catch_warnings():  # of letters that the font does not have
         warnings.simplefilter("ignore")
-        figure.savefig(picture, format="png", dpi=110)
+        figure.savefig(
+            picture, format=form, dpi=dpi, metadata={"Date": None} if form == "svg" else None
+        )
     return picture.getvalue()
 
 
-def _study_figures(study: _Study) -> list[Callable[[Any], None]]:
+def _study_figures(study: _Study) -> list[Panel]:
     """What to draw of a study, a function of the axis per panel."""
 
     def points(axis: Any, rows: dict[str, float], name: str, **style: Any) -> None:
@@ -427,7 +548,7 @@ def _study_figures(study: _Study) -> list[Callable[[Any], None]]:
             range(len(study.rows)), list(map(label, study.rows)), rotation=30, ha="right"
         )
 
-    def curve(key: str, title: str) -> Callable[[Any], None]:
+    def curve(key: str, title: str) -> Panel:
         def draw(axis: Any) -> None:
             for i, (name, cells) in enumerate(study.rows.items()):
                 for j, cell in enumerate(cells):

@@ -152,10 +152,17 @@ def enter_run(
     if changed:
         newest = max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
         history.append({"step": newest, "changed": list(changed.values()), "force": force})
+    manifest = corpus.manifest
     record = {
         "format": 1,
         "version": __version__,
         "config": to_dict(config),
+        "data": {  # by name: a model card tells of it, and paths are nobody's business
+            "files": [Path(file["path"]).name for file in manifest.inputs["files"][:10]],
+            **{key: manifest.inputs[key] for key in ("count", "bytes")},
+            "documents": manifest.text["documents"],
+            "tokens": manifest.counts("train").tokens,
+        },
         "corpus_fingerprint": corpus.fingerprint,
         "tokenizer_hash": corpus.tokenizer_hash,
         "vocab_size": corpus.vocab_size,

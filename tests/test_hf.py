@@ -231,7 +231,7 @@ def test_what_lies_in_an_export(exported: Path) -> None:
         names = {path.name for path in (exported / kind).iterdir()}
         assert names >= {"config.json", "model.safetensors", "tokenizer.json", "README.md"}
         card = (exported / kind / "README.md").read_text("utf-8")
-        assert card.startswith("---\nlibrary_name: transformers\n")
+        assert card.startswith('---\nlibrary_name: "transformers"\n')
         assert "17 steps" in card
     from safetensors import safe_open
 
