@@ -223,23 +223,30 @@ def of_finetuning(
         lines.append("transformers has no class for its head, which is in head.safetensors.")
     if "model" in results:
         lines.append(f"Started from {_name(results['model'])}.")
-    seeds = list(results.get("seeds", [])) if "summary" in results else []
-    seconds = sum(
-        float(s.get("seconds", 0)) / max(1, int(s.get("seeds_at_once", 1))) for s in seeds
-    )
+    seconds = sum(s.get("seconds", 0) / s.get("seeds_at_once", 1) for s in _seeds(results))
     if price := _price(dict(results.get("environment", {})), seconds):
         lines.append(_rows(price))
     sections, scores = {"Task": "\n\n".join(lines)}, ()
     if "median" in (summary := results.get("summary", results)):
-        text = [f"{code(task.metric)} × 100, median of the seeds: {long_form(summary)}."]
-        rows = [[str(int(s["seed"])), _scores(s)] for s in seeds]
-        text += ["\n".join(table(["seed", "scores × 100"], rows))] * bool(rows)
-        sections["Results"] = "\n\n".join(text)
+        sections["Results"] = results_text(task, results)
         scores = (_hub_scores(task, summary),)
     sections["Settings"] = settings_table(dict(results.get("settings", {})))
     found = {"run": "", "losses": seed_losses(run) if run else []}
     picture = draw([loss_panel([found])], size=(4.2, 3.2), dpi=80) if found["losses"] else None
     return Story(sections, picture, scores)
+
+
+def results_text(task: Task, results: dict[str, Any]) -> str:
+    """The summary over seeds, and each of them."""
+    summary = long_form(results.get("summary", results))
+    text = [f"{code(task.metric)} × 100, median of the seeds: {summary}."]
+    if rows := [[str(int(s["seed"])), _scores(s)] for s in _seeds(results)]:
+        text.append("\n".join(table(["seed", "scores × 100"], rows)))
+    return "\n\n".join(text)
+
+
+def _seeds(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(results.get("seeds", [])) if "summary" in results else []
 
 
 def _scores(seed: dict[str, Any]) -> str:

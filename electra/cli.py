@@ -810,9 +810,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # It needs no network; what it imports is asked not to use any either.
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
         os.environ.setdefault(name, "1")
-    # torch unpickles what it compiled before, by default from a folder that anybody can prepare.
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/electra/compiled")
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # A killed torchrun cannot end its processes, and they would go on and hold the directory:
         # let the kernel ask them to stop (PR_SET_PDEATHSIG).

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from dataclasses import dataclass, replace
+from html import escape
 from itertools import groupby
 from pathlib import Path
 
@@ -76,6 +77,23 @@ class Detection:
     def tokens(self) -> tuple[Token, ...]:
         return tuple(token for word in self.words for token in word.tokens)
 
+    def _repr_html_(self) -> str:
+        """For a notebook: the redder a token, the more likely it was replaced."""
+        text, parts, at = _printable(self.text), list[str](), 0
+        for token in self.tokens:
+            start, end = max(at, token.start), max(at, token.end)
+            shade = f"rgba(220, 38, 38, {token.replaced:.2f})"
+            own = f'<span title="{token.replaced:.0%}" style="background: {shade}">'
+            parts += [escape(text[at:start]), own, escape(text[start:end]), "</span>"]
+            at = end
+        lines = [f"<div style='white-space: pre-wrap'>{''.join(parts)}{escape(text[at:])}</div>"]
+        for token in (token for token in self.tokens if token.alternatives):
+            own = escape(text[token.start : token.end])
+            options = escape(_printable(_listed(token.alternatives)))
+            verdict = f"replaced {token.replaced:.0%}; the generator's: {options}"
+            lines.append(f"<div><b>{own}</b> {verdict}</div>")
+        return "".join(lines)
+
 
 def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Detection:
     """P(replaced) of every token of `text`, by a model or the one in a directory.
@@ -84,7 +102,7 @@ def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Det
     at the most suspicious place in any case, if the model comes with its generator.
     """
     if not isinstance(model, Pretrained):
-        model = load_pretrained(_with_generator(model))
+        model = load_pretrained(with_generator(model))
     network = model.network("discriminator")
     encoding, x = encode(model, text)
     return verdict(model, text, encoding, x, _probabilities(network, x), alternatives)
@@ -122,7 +140,7 @@ def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
     return encoding, x
 
 
-def _with_generator(path: Path) -> Path:
+def with_generator(path: Path) -> Path:
     """The export that a directory is part of, so that its generator is found as well."""
     whole = path.absolute().parent
     is_part = path.name == "discriminator" and (whole / "electra.json").is_file()
@@ -174,10 +192,13 @@ def render(detection: Detection) -> Text:
             own = _printable(detection.text[token.start : token.end])
             shown.append("\n")
             shown.append(own, _style(token.replaced))
-            options = ", ".join(f"{a.token} {a.probability:.0%}" for a in token.alternatives)
             shown.append(f"  replaced {token.replaced:.0%}; the generator's: ")
-            shown.append(_printable(options))
+            shown.append(_printable(_listed(token.alternatives)))
     return shown
+
+
+def _listed(alternatives: tuple[Alternative, ...]) -> str:
+    return ", ".join(f"{a.token} {a.probability:.0%}" for a in alternatives)
 
 
 def _style(p: float) -> Style:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from .errors import ElectraError, Stopped
 from .files import fsync_dir, json_bytes, storage_errors, write_atomic
-from .hf import load_encoder
+from .hf import LoadedEncoder, load_encoder
 from .text import file_status, read_lines
 from .tokenizer import LineEncoder, take_runs
 
@@ -50,9 +50,9 @@ class Embedded(NamedTuple):
     width: int
 
 
-def embed(model: Path | str, lines: Iterable[str], **settings: Any) -> Vectors:
+def embed(model: Path | str | LoadedEncoder, lines: Iterable[str], **settings: Any) -> Vectors:
     """(N, D): the vectors of some lines; settings as for `Embedder`."""
-    embedder = Embedder(Path(model), **settings)
+    embedder = Embedder(model, **settings)
     return np.concatenate([np.zeros((0, embedder.width), np.float32), *embedder(lines)])
 
 
@@ -97,14 +97,14 @@ class Embedder:
 
     def __init__(
         self,
-        model: Path,
+        model: Path | str | LoadedEncoder,
         *,
         pooling: Pooling = "mean",
         length: int | None = None,
         batch_tokens: int | None = None,
         threads: int | None = None,
     ) -> None:
-        loaded = load_encoder(model)
+        loaded = model if isinstance(model, LoadedEncoder) else load_encoder(Path(model))
         longest = loaded.config.max_positions
         self.length = min(128, longest) if length is None else length
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -550,12 +550,16 @@ def load_encoder(path: Path) -> LoadedEncoder:
     model = _model_of(Path(path))
     if (model / "electra.json").is_file() and (model / "config.json").is_file():
         _read_record(model)  # refuses damaged files
-    pretrained = _load(model, with_heads=False)
+    return encoder_of(replace(_load(model, with_heads=False), path=Path(path)))
+
+
+def encoder_of(pretrained: Pretrained) -> LoadedEncoder:
+    """Its encoder, the discriminator's if there is one."""
     network = pretrained.discriminator or pretrained.network("generator")
     encoder = _part(network.tensors, "encoder.").items()
     tensors = {name.removeprefix("encoder."): tensor for name, tensor in encoder}
-    tokenizer, text = pretrained.needed_tokenizer(), f"{path} {pretrained.note}".rstrip()
-    return LoadedEncoder(network.config, network.vocab_size, tensors, tokenizer, text)
+    tokenizer, text = pretrained.needed_tokenizer(), f"{pretrained.path} {pretrained.note}"
+    return LoadedEncoder(network.config, network.vocab_size, tensors, tokenizer, text.rstrip())
 
 
 def load_finetuned(path: Path) -> FineTuned:

@@ -180,6 +180,9 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
             "instruction set with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
         )
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
+    # torch unpickles what it compiled before, by default from a folder that anybody can prepare.
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/electra/compiled")
     graph = wants_cuda and world == 1 if config.cuda_graph == "auto" else config.cuda_graph == "yes"
     if graph and not wants_cuda:
         raise ElectraError(

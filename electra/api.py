@@ -1,0 +1,330 @@
+"""The library: `import electra` in a notebook or a script.
+
+    corpus = electra.prepare("texts/", out="corpus", vocab_size=8192, length=64)
+    model = electra.train("tiny", corpus, out="run", run={"minutes": 15})
+    model.detect("The senate and the house of elephants met today.")
+    tuned = model.finetune("reviews.csv", text="text", label="stars", out="tuned")
+    tuned.predict(["a text of yours"])
+
+Each call does what the command line does and leaves the same directories, so one can go on where
+the other stopped; the same call again continues. Settings have the names of the command line.
+Nothing is printed unless `quiet=False`, which prints plain lines. What is wrong with an argument or
+a file is an `ElectraError` that says what, where and what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from . import card, tasks
+from .config import FinetuneConfig, PretrainConfig, from_dict
+from .corpus import Corpus
+from .corpus import prepare as prepare_corpus
+from .detect import Detection, with_generator
+from .detect import detect as detect_in
+from .embed import Vectors
+from .embed import embed as embed_with
+from .errors import ElectraError, Stopped, StopRequest
+from .glue import answer_questions, answer_texts, finetune_task
+from .hf import (
+    ExportReport,
+    config_of,
+    encoder_of,
+    export_run,
+    import_model,
+    initial_state,
+    load_pretrained,
+)
+from .hf import load_finetuned as read_finetuned
+from .pretrain import pretrain
+from .recipes import Profile, recipe
+from .report import Section, read_sections, report
+from .report_html import fragment, to_html
+from .squad import Question
+from .tokenizer import Tokenizer, train_tokenizer
+
+Place = str | Path
+
+__all__ = [
+    "Answers",
+    "Corpus",
+    "Detection",
+    "ElectraError",
+    "Encoded",
+    "Finetuned",
+    "Model",
+    "Report",
+    "compare",
+    "load",
+    "load_finetuned",
+    "prepare",
+    "train",
+]
+
+
+@contextlib.contextmanager
+def _interruptible() -> Generator[None]:
+    """An interrupted cell ends as one does; what it had done is saved."""
+    try:
+        yield
+    except Stopped:
+        raise KeyboardInterrupt("stopped and saved; the same call continues") from None
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def prepare(
+    input: Place | Sequence[Place],
+    out: Place,
+    *,
+    tokenizer: Place | None = None,
+    vocab_size: int = 30_522,
+    lowercase: bool = True,
+    column: str = "text",
+    length: int = 128,
+    workers: int = 1,
+    quiet: bool = True,
+    **settings: Any,
+) -> Corpus:
+    """A corpus of `length` tokens a sequence, from text files, folders or patterns.
+
+    Without a `tokenizer` one of `vocab_size` entries is trained on the same text, and is kept in
+    the corpus. `workers` above 1 are processes, which a script has to start below its
+    `if __name__ == "__main__":`. Other settings are those of `electra prepare`.
+    """
+    inputs = [input] if isinstance(input, str | Path) else list(input)
+    say: Callable[[str], None] = _nothing if quiet else print
+    with _interruptible(), StopRequest() as stop:
+        if tokenizer is None:
+            say(f"training a tokenizer of {vocab_size:,} entries")
+            options: dict[str, Any] = {"lowercase": lowercase, "column": column}
+            made = train_tokenizer(inputs, vocab_size=vocab_size, should_stop=stop, **options)
+        else:
+            made = Tokenizer.load(Path(tokenizer))
+        settings |= {"sequence_length": length, "column": column, "workers": workers}
+        prepare_corpus(inputs, made, Path(out), progress=say, should_stop=stop, **settings)
+    return Corpus.open(Path(out))
+
+
+def train(
+    recipe_name: str,
+    corpus: Corpus | Place,
+    out: Place,
+    *,
+    init: Place | None = None,
+    profile: Profile = "best",
+    quiet: bool = True,
+    **settings: dict[str, Any],
+) -> Model:
+    """Pre-train by a recipe (tiny, small, …) in the directory `out`, as `electra pretrain` does.
+
+    `settings` by group: `run={"minutes": 10}, optim={"learning_rate": 3e-4}`. `init`: a model to
+    start from instead of new weights.
+    """
+    corpus = corpus if isinstance(corpus, Corpus) else Corpus.open(Path(corpus))
+    config = recipe(recipe_name, profile)
+    start = load_pretrained(Path(init)) if init is not None else None
+    if start is not None:
+        config = config_of(start, config)
+    config = from_dict(PretrainConfig, settings, where="electra.train", base=config)
+    options: dict[str, Any] = {"quiet": quiet}
+    if start is not None:
+        state = initial_state(start, config, corpus.vocab_size)
+        options |= {"initial": state.parameters, "initial_from": str(init)}
+    with _interruptible():
+        pretrain(config, corpus, Path(out), **options)
+    return Model(out)
+
+
+def load(path: Place) -> Model:
+    """A model before any task: a run, an export, any ELECTRA of transformers or of Google's."""
+    return Model(path)
+
+
+def load_finetuned(path: Place) -> Finetuned:
+    """A model of a task: a run of fine-tuning, or the model in it."""
+    return Finetuned(path)
+
+
+def compare(*runs: Place, out: Place | None = None) -> Report:
+    """Runs of any sort side by side; in a notebook with their curves. `out`: also as files."""
+    paths = [Path(run) for run in runs]
+    text = report(paths, Path(out) if out is not None else None)
+    return Report(text, read_sections(paths))
+
+
+class Report(NamedTuple):
+    """Tables in Markdown, which a notebook shows as tables and curves."""
+
+    text: str
+    sections: list[Section]
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return fragment(self.sections)
+
+
+class Encoded(NamedTuple):
+    """Tokens of a text with [CLS] and [SEP], and the encoder's state of each, (T, D)."""
+
+    tokens: list[str]
+    states: Vectors
+
+
+class Model:
+    """An encoder that was pre-trained, with its discriminator and generator as far as they exist.
+
+    Made by `electra.load` and `electra.train`.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self.path = Path(path)
+        if any((self.path / name).is_file() for name in ("finetune.json", "head.safetensors")):
+            fix = "open it with electra.load_finetuned"
+            raise ElectraError("This is a model of a task.", where=str(path), fix=fix)
+        self.networks = load_pretrained(with_generator(self.path))
+
+    def __repr__(self) -> str:
+        pair = {"discriminator": self.networks.discriminator, "generator": self.networks.generator}
+        sizes = [
+            f"{kind} of {network.config.layers} × {network.config.hidden_size}"
+            for kind, network in pair.items()
+            if network is not None
+        ]
+        return f"Model({str(self.path)!r}): {', '.join(sizes)}"
+
+    def detect(self, text: str, *, alternatives: int = 3) -> Detection:
+        """P(replaced) of each token, and what the generator would rather see."""
+        return detect_in(self.networks, text, alternatives=alternatives)
+
+    def embed(
+        self, lines: Iterable[str], *, pooling: Literal["mean", "cls"] = "mean", **settings: Any
+    ) -> Vectors:
+        """(N, D): one vector for each line; settings as for `electra embed`."""
+        return embed_with(encoder_of(self.networks), lines, pooling=pooling, **settings)
+
+    @torch.inference_mode()
+    def encode(self, text: str) -> Encoded:
+        """The states of every token, for whatever they are good for."""
+        network = self.networks.discriminator or self.networks.network("generator")
+        tokenizer, longest = self.networks.needed_tokenizer(), network.config.max_positions
+        if len(ids := tokenizer.encode(text)) > longest:
+            what = f"The text has {len(ids):,} tokens, the model reads at most {longest:,}."
+            raise ElectraError(what, where="text", fix="give one part after the other")
+        x = torch.tensor([ids])
+        states = network.modules["encoder"](x, torch.zeros_like(x), None, None)[0]
+        return Encoded(tokenizer.decode_tokens(ids), states.numpy())
+
+    def finetune(
+        self,
+        data: Place,
+        out: Place,
+        *,
+        text: str | Sequence[str] = (),
+        label: str | None = None,
+        task: str | None = None,
+        kind: Literal["classification", "regression", "tagging"] | None = None,
+        dev: Place | None = None,
+        test: Place | None = None,
+        quiet: bool = True,
+        **settings: Any,
+    ) -> Finetuned:
+        """Fine-tune on a table with a column of `text` (or two) and one of `label`, or on a `task`
+        of GLUE or SQuAD; `settings` are those of `electra finetune`: `epochs=3, seeds=5`."""
+        config = from_dict(FinetuneConfig, settings, where="finetune", base=FinetuneConfig())
+        with _interruptible():
+            finetune_task(
+                self.path,
+                Path(data),
+                Path(out),
+                config,
+                task=task,
+                texts=tuple(text.split(",")) if isinstance(text, str) else tuple(text),
+                label=label,
+                kind=kind,
+                dev=Path(dev) if dev is not None else None,
+                test=Path(test) if test is not None else None,
+                quiet=quiet,
+                note=_nothing if quiet else print,
+            )
+        return Finetuned(out)
+
+    def export(self, out: Place, *, license: str = "unknown") -> ExportReport:
+        """Write the networks for transformers, with a model card; `out` is checked by reading."""
+        if (self.path / "run.json").is_file():
+            return export_run(self.path, Path(out), license=license)
+        return import_model(self.path, Path(out), license=license)
+
+
+class Answers(list[dict[str, Any]]):
+    """What a model says of each text; a notebook shows a table."""
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for row in self for name in row))
+        rows = [[_cell(row.get(name, "")) for name in names] for row in self]
+        return to_html("\n".join(card.table(names, rows)))
+
+
+def _cell(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else card.code(value)
+
+
+class Finetuned:
+    """A model of a task, with the results of all its seeds.
+
+    Made by `electra.load_finetuned` and `Model.finetune`.
+    """
+
+    def __init__(self, path: Place) -> None:
+        self.path = Path(path)
+        self._loaded = read_finetuned(self.path)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._loaded.model.to(self._device)
+        self.task: tasks.Task = self._loaded.task
+        self.results: dict[str, Any] = self._loaded.results
+
+    @property
+    def scores(self) -> list[float]:
+        """The score of each seed, by the task's metric."""
+        return [seed["score"] for seed in self.results["seeds"]]
+
+    def __repr__(self) -> str:
+        summary = card.long_form(self.results["summary"])
+        return f"Finetuned({str(self.path)!r}): {self.task.metric} × 100: {summary}"
+
+    def _repr_html_(self) -> str:
+        return to_html(card.results_text(self.task, self.results))
+
+    def predict(self, texts: str | Sequence[str | Sequence[str]]) -> Answers:
+        """An answer for each text, or each pair of texts where the task has two of them.
+
+        Of a tagger each text is split into words at white space; to a question belongs its passage:
+        (question, passage).
+        """
+        given = [texts] if isinstance(texts, str) else list(texts)
+        if self.task.kind == "tagging":
+            rows = [tuple(t.split() if isinstance(t, str) else t) for t in given]
+        else:
+            rows = [tuple([t] if isinstance(t, str) else t) for t in given]
+            if wrong := [row for row in rows if len(row) != len(self.task.texts)]:
+                what = f"The model reads {len(self.task.texts)} texts, given are {len(wrong[0])}."
+                raise ElectraError(what, where="predict", fix="give pairs: [(a, b), …]")
+        if self.task.kind == "qa":
+            asked = [Question(str(i), row[0], row[1], (), -1) for i, row in enumerate(rows)]
+            answers = answer_questions(self._loaded, asked, self._device)
+        else:
+            answers = answer_texts(self._loaded, rows, self._device)
+        names = () if self.task.kind == "tagging" else self.task.texts
+        both = zip(rows, answers, strict=True)
+        return Answers({**dict(zip(names, row, strict=False)), **answer} for row, answer in both)

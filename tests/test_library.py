@@ -1,0 +1,340 @@
+"""`import electra`: quick and silent, the same as the command line, at home in a notebook."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import notebook as notebooks
+import numpy as np
+import pytest
+import torch
+from conftest import SEQUENCE_LENGTH, language
+
+import electra
+from electra import hf
+from electra.corpus import Corpus
+from electra.demo_text import find_text
+from electra.detect import Alternative, Detection, Token, Word, detect
+from electra.embed import embed
+from electra.errors import ElectraError, Stopped
+from electra.glue import predict_rows
+from electra.runlog import read_metrics
+
+ROOT = Path(__file__).parents[1]
+SETTINGS: dict[str, Any] = {
+    "encoder": {"layers": 2, "hidden_size": 20, "ffn_size": 28, "attention_heads": 2,
+                "embedding_size": 14, "max_positions": 29},
+    "generator": {"width": 0.5, "depth": 0.5},
+    "data": {"sequence_length": SEQUENCE_LENGTH, "batch_size": 8},
+    "run": {"train_steps": 12, "threads": 1, "device": "cpu", "log_every": 4, "eval_every": 6},
+}  # fmt: skip
+TUNE: dict[str, Any] = {"text": "text", "label": "label", "epochs": 2, "threads": 1, "seeds": 2}
+
+
+class Made(NamedTuple):
+    here: Path
+    corpus: Corpus
+    model: electra.Model
+    tuned: electra.Finetuned
+    told: str
+
+
+@pytest.fixture(scope="module")
+def made(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The whole way, once, and what it said on the way."""
+    here = tmp_path_factory.mktemp("library")
+    rows = [line for line in language(30, seed=1).splitlines() if line]
+    with open(here / "mine.csv", "w", newline="") as file:
+        table = [("text", "label"), *((row, "many" if "all" in row else "one") for row in rows)]
+        csv.writer(file).writerows(table)
+    with pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        for stream in (sys.stdout, sys.stderr):
+            patch.setattr(stream, "write", told.append)
+        corpus = electra.prepare(
+            text, here / "corpus", vocab_size=97, length=SEQUENCE_LENGTH, held_out_percent=10.0
+        )
+        model = electra.train("tiny", corpus, here / "run", **SETTINGS)
+        tuned = model.finetune(here / "mine.csv", here / "tuned", **TUNE)
+    return Made(here, corpus, model, tuned, "".join(told))
+
+
+# ---------------------------------------------------------------------- import
+
+
+def test_the_import_is_quick_and_loads_nothing() -> None:
+    code = (
+        "import sys, time; begin = time.process_time(); import electra\n"
+        "seconds = time.process_time() - begin\n"
+        "heavy = {'torch', 'numpy', 'rich', 'pyarrow', 'matplotlib', 'tyro'} & set(sys.modules)\n"
+        "print(seconds, *heavy)\n"
+    )
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        taken, *heavy = done.stdout.split()
+        assert heavy == [], done.stderr
+        seconds.append(float(taken))
+    assert min(seconds) < 0.1
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    assert set(electra.__all__) <= set(dir(electra))
+    for name in set(electra.__all__) - {"__version__"}:
+        assert getattr(electra, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = electra.trian
+    assert (ROOT / "electra" / "py.typed").exists()
+
+
+def test_no_function_hides_behind_a_module_of_its_name() -> None:
+    """A module that is imported becomes an attribute of the package, whatever stood there."""
+    for path in (ROOT / "electra").glob("*.py"):
+        if path.stem not in ("__init__", "__main__", "unpickle"):
+            importlib.import_module(f"electra.{path.stem}")
+    assert all(callable(getattr(electra, n)) for n in electra.__all__ if n != "__version__")
+
+
+# ---------------------------------------------------------------------- the same as the commands
+
+
+def test_nothing_is_printed(made: Made) -> None:
+    assert made.told == ""
+
+
+def test_lines_are_printed_when_asked(
+    made: Made, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    electra.prepare(text, tmp_path / "c", tokenizer=made.here / "corpus" / "tokenizer", quiet=False)
+    run = {**SETTINGS, "run": {**SETTINGS["run"], "train_steps": 2}}
+    electra.train("tiny", made.corpus, tmp_path / "run", quiet=False, **run)
+    shown = capsys.readouterr()
+    assert "documents" in shown.out
+    assert "100.0 %" in shown.err
+    assert "\x1b" not in shown.err
+
+
+def test_the_same_calls_again_continue(made: Made, text: Path, tmp_path: Path) -> None:
+    before = (made.here / "run" / "metrics.jsonl").read_bytes()
+    again = electra.prepare(
+        text, made.here / "corpus", vocab_size=97, length=SEQUENCE_LENGTH, held_out_percent=10.0
+    )
+    assert again.fingerprint == made.corpus.fingerprint
+    run = shutil.copytree(made.here / "run", tmp_path / "run")
+    electra.train("tiny", str(made.here / "corpus"), run, **SETTINGS)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    longer = {**SETTINGS, "run": {**SETTINGS["run"], "train_steps": 16}}
+    electra.train("tiny", made.corpus, run, **longer)
+    assert max(m["step"] for m in read_metrics(run)) == 16
+
+
+def test_a_misspelt_setting_is_told_with_the_nearest_name(made: Made, tmp_path: Path) -> None:
+    with pytest.raises(ElectraError, match="no setting 'minuts'") as told:
+        electra.train("tiny", made.corpus, tmp_path / "run", run={"minuts": 3})
+    assert "did you mean 'minutes'?" in told.value.fix
+    with pytest.raises(ElectraError, match="no setting 'epoch'"):
+        made.model.finetune(made.here / "mine.csv", tmp_path / "t", **{**TUNE, "epoch": 3})
+
+
+def test_training_can_start_from_a_model(made: Made, tmp_path: Path) -> None:
+    settings = {"run": SETTINGS["run"] | {"train_steps": 1}, "data": SETTINGS["data"]}
+    optim = {"learning_rate": 1e-12}
+    made.model.export(tmp_path / "model")
+    electra.train(
+        "tiny", made.corpus, tmp_path / "run", init=tmp_path / "model", optim=optim, **settings
+    )
+    a, b = (hf.load_encoder(tmp_path / name) for name in ("run", "model"))
+    for name, tensor in a.tensors.items():
+        torch.testing.assert_close(tensor, b.tensors[name], rtol=0, atol=1e-6)
+    assert json.loads((tmp_path / "run" / "run.json").read_bytes())["init"].endswith("model")
+
+
+def test_detect_embed_and_encode_are_those_of_the_commands(made: Made) -> None:
+    sentence = "one old river sees all songs ."
+    assert made.model.detect(sentence) == detect(made.here / "run", sentence)
+    lines = [sentence, "", "all birds"]
+    for _ in range(2):
+        assert np.array_equal(made.model.embed(lines), embed(made.here / "run", lines))
+    first = made.model.embed(lines, pooling="cls")
+    assert np.array_equal(first, embed(made.here / "run", lines, pooling="cls"))
+    tokens, states = made.model.encode(sentence)
+    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
+    assert states.shape == (len(tokens), 20)
+    np.testing.assert_allclose(states[0], first[0], atol=1e-5)
+    np.testing.assert_allclose(states.mean(0), made.model.embed(lines)[0], atol=1e-5)
+    with pytest.raises(ElectraError, match="reads at most 29"):
+        made.model.encode("old " * 40)
+
+
+def test_an_export_opens_as_the_run_does(made: Made, tmp_path: Path) -> None:
+    done = made.model.export(tmp_path / "model", license="mit")
+    assert [path.name for path in done.directories] == ["discriminator", "generator"]
+    assert 'license: "mit"' in (done.directories[0] / "README.md").read_text("utf-8")
+    sentence = "one old river sees all songs ."
+    seen = made.model.detect(sentence)
+    for place in (tmp_path / "model", str(tmp_path / "model" / "discriminator")):
+        assert electra.load(place).detect(sentence) == seen
+    electra.load(tmp_path / "model").export(tmp_path / "copy")
+    assert electra.load(tmp_path / "copy").detect(sentence) == seen
+    assert "discriminator of 2 × 20" in repr(electra.load(tmp_path / "model"))
+
+
+def test_answers_are_those_of_the_command(made: Made) -> None:
+    results = json.loads((made.here / "tuned" / "results.json").read_bytes())
+    assert made.tuned.results == results
+    assert made.tuned.scores == [seed["score"] for seed in results["seeds"]]
+    texts = ["all old rivers see songs .", "one bird holds fire ."]
+    answers = made.tuned.predict(texts)
+    (expected,) = predict_rows(made.here / "tuned", texts[1])
+    assert [a["text"] for a in answers] == texts
+    assert answers[1]["prediction"] == expected["prediction"]
+    assert answers[1]["probability"] == pytest.approx(expected["probability"], abs=1e-5)
+    assert made.tuned.predict(texts[0])[0]["prediction"] == answers[0]["prediction"]
+    with pytest.raises(ElectraError, match="reads 1 texts, given are 2"):
+        made.tuned.predict([("a", "b")])
+    assert electra.load_finetuned(made.here / "tuned" / "model").task.labels == ("many", "one")
+    for place in ("tuned", "tuned/model"):
+        with pytest.raises(ElectraError, match="model of a task") as told:
+            electra.load(made.here / place)
+        assert "load_finetuned" in told.value.fix
+
+
+def test_a_tagger_answers_words(made: Made, tmp_path: Path) -> None:
+    sentences = [line.split() for line in language(20, seed=2).splitlines() if line]
+    tagged = ["\n".join(f"{w} {'N' if len(w) > 4 else 'O'}" for w in s) for s in sentences]
+    (tmp_path / "words.conll").write_text("\n\n".join(tagged))
+    tuned = made.model.finetune(
+        tmp_path / "words.conll", tmp_path / "tags", kind="tagging", epochs=1, threads=1
+    )
+    (answer,) = tuned.predict("one old river sees")
+    assert answer["words"] == ["one", "old", "river", "sees"]
+    assert len(answer["prediction"]) == 4
+
+
+def test_an_interrupted_cell_says_that_all_is_saved(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Stopped
+
+    monkeypatch.setattr("electra.api.pretrain", stopped)
+    with pytest.raises(KeyboardInterrupt, match="the same call continues"):
+        electra.train("tiny", made.corpus, tmp_path / "run", **SETTINGS)
+
+
+# ---------------------------------------------------------------------- what a notebook shows
+
+
+def test_a_detection_as_html() -> None:
+    text = "a <b>\x1b & c"
+    words = (
+        Word((Token("a", 0, 1, 0.031),)),
+        Word((Token("<", 2, 3, 0.5), Token("b>", 3, 5, 0.75, (Alternative("<i>", 0.25),)))),
+        Word((Token("c", 9, 10, 1.0), Token("c", 9, 10, 0.2))),  # two tokens of one character
+    )
+    html = Detection(text, words)._repr_html_()
+    assert re.sub("<[^>]*>", "", html).startswith("a &lt;b&gt;\ufffd &amp; c")
+    assert "rgba(220, 38, 38, 0.75)" in html
+    assert "replaced 75%; the generator&#x27;s" not in html  # our own words need no escaping
+    assert "<b>b&gt;</b> replaced 75%; the generator's: &lt;i&gt; 25%" in html
+    assert not re.search("<(?!/?(span|div|b)\\b)", html)
+
+
+def test_answers_and_scores_as_html(made: Made) -> None:
+    html = made.tuned.predict(["<script>alert(1)</script> one"])._repr_html_()
+    assert "<code>&lt;script&gt;alert(1)&lt;/script&gt; one</code>" in html
+    assert "<script" not in html
+    html = made.tuned._repr_html_()
+    assert "accuracy" in html
+    assert html.count("<tr>") == 3  # the head and two seeds
+    assert "2 seeds" in repr(made.tuned)
+
+
+def test_a_comparison_shows_tables_and_curves(made: Made, tmp_path: Path) -> None:
+    shown = electra.compare(made.here / "run")
+    html = shown._repr_html_()
+    assert "<svg" in html
+    assert "<html" not in html
+    assert "Pre-training" in str(shown) == repr(shown)
+    electra.compare(made.here / "tuned", out=tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+# ---------------------------------------------------------------------- notebooks and the page
+
+NOTEBOOKS = ("own_language", "detect", "finetune_csv")  # each uses what those before it made
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Where the notebooks ran, and what they showed: a little text, seconds of training."""
+    here, shown = tmp_path_factory.mktemp("notebooks"), dict[str, Any]()
+    (here / "texts").mkdir()
+    for i, document in enumerate(find_text().documents[:12]):
+        text = "\n".join(document.paragraphs)
+        (here / "texts" / f"{i}.txt").write_text(text, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(here):
+        for name, value in (("ELECTRA_TEXT", "texts"), ("ELECTRA_MINUTES", "0.05")):
+            patch.setenv(name, value)
+        patch.delenv("ELECTRA_MODEL", raising=False)
+        for name in NOTEBOOKS:
+            shown[name] = notebooks.run(read(name), name)
+    return here, shown
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_shows_what_it_showed(name: str, ran: tuple[Path, dict[str, Any]]) -> None:
+    """What is committed came from 15 minutes of training, so only its form is the same."""
+    committed = [c["outputs"] for c in read(name)["cells"] if c["cell_type"] == "code"]
+    assert notebooks.shape(committed) == notebooks.shape(ran[1][name])
+
+
+def test_the_code_of_the_page_runs(
+    ran: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ran[0] / "texts", "texts")
+    shutil.copytree(ran[0] / "own-language" / "model", "model")
+    rows = [f"this is text {i},{i % 2}" for i in range(40)]
+    Path("reviews.csv").write_text("\n".join(["text,stars", *rows]))
+    page = (ROOT / "docs" / "library.md").read_text("utf-8")
+    blocks = re.findall("```python\n(.*?)```", page, re.S)
+    assert len(blocks) == 4
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block.replace('"minutes": 15', '"minutes": 0.02'), names)
+    assert len(names["answers"]) == 2
+    assert (tmp_path / "report" / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_is_one(name: str) -> None:
+    """What the format asks for, and nothing of the machine it was run on."""
+    stored = read(name)
+    assert (stored["nbformat"], stored["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in stored["cells"]]
+    assert len(set(ids)) == len(ids)
+    for cell in stored["cells"]:
+        keys = {"cell_type", "id", "metadata", "source"}
+        is_code = cell["cell_type"] == "code"
+        assert cell.keys() == (keys | {"outputs", "execution_count"} if is_code else keys)
+    text = json.dumps(stored, ensure_ascii=False)
+    assert not re.search(r"/(home|root|tmp|work)/|Traceback|<script", text)
+    assert len(text) < 250_000
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / "notebooks" / target).exists(), target
