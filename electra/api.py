@@ -1,7 +1,7 @@
 """The library: `import electra` in a notebook or a script.
 
     corpus = electra.prepare("texts/", out="corpus", vocab_size=8192, length=64)
-    model = electra.train("tiny", corpus, out="run", run={"minutes": 15})
+    model = electra.train("tiny", corpus, out="run")
     model.detect("The senate and the house of elephants met today.")
     tuned = model.finetune("reviews.csv", text="text", label="stars", out="tuned")
     tuned.predict(["a text of yours"])

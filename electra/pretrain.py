@@ -251,7 +251,9 @@ def _train(
                 if trainer.needs_block:
                     seconds = runtime.agree(clock.read())
                     progress = progress_at(step, seconds)
-                    if progress >= 1.0:
+                    if progress >= 1.0:  # the clock ends the run between two lines
+                        if step > first_step and step % run.log_every:
+                            _log_training(trainer, log, clock, config, step, 1.0, flops, peak)
                         break
                     total = float(run.train_steps)
                     if run.minutes and step > 0:  # the clock may end the run first

@@ -289,8 +289,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
         text = "\n".join(document.paragraphs)
         (here / "texts" / f"{i}.txt").write_text(text, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(here):
-        for name, value in (("ELECTRA_TEXT", "texts"), ("ELECTRA_MINUTES", "0.05")):
-            patch.setenv(name, value)
+        for name, value in (("TEXT", "texts"), ("MINUTES", "0.05"), ("ROWS", "120")):
+            patch.setenv(f"ELECTRA_{name}", value)
         patch.delenv("ELECTRA_MODEL", raising=False)
         for name in NOTEBOOKS:
             shown[name] = notebooks.run(read(name), name)

@@ -44,6 +44,7 @@ from electra.objectives import (
 )
 from electra.pretrain import pretrain
 from electra.randomness import StepRng
+from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
 from electra.runtime import Runtime
@@ -352,6 +353,18 @@ def test_minutes_end_the_run_and_take_the_rate_to_zero(
     assert rates[:peak] == sorted(rates[:peak])
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert rates[-1] < 0.05 * max(rates)
+
+
+def test_a_run_that_the_clock_ends_is_logged_to_its_end(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Also where not one line was due: its report calls it finished."""
+    config = with_run(micro, train_steps=10**6, minutes=0.3 / 60, log_every=10**5)
+    pretrain(config, corpus, tmp_path / "run", quiet=True)
+    (line,) = [m for m in read_metrics(tmp_path / "run") if m["kind"] == "train"]
+    assert line["step"] == load_run(tmp_path / "run").step > 0
+    assert line["seconds"] >= 0.3
+    assert "| finished |" in report([tmp_path / "run"])
 
 
 def test_seconds_go_on_counting_after_a_resume(
