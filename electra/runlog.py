@@ -51,7 +51,8 @@ class RunLog:
         with storage_errors(self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         self._board = _tensorboard(directory, from_step)
-        self.console = Console(file=sys.stderr, highlight=False, quiet=quiet)
+        # A notebook gets the plain lines as well, instead of a display of its own for each.
+        self.console = Console(file=sys.stderr, highlight=False, quiet=quiet, force_jupyter=False)
         if self.console.is_terminal and not quiet:
             self._progress = Progress(
                 BarColumn(bar_width=20),
