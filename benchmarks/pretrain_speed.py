@@ -1,12 +1,18 @@
 """Tokens per second of the whole pre-training step: ours against a transformers Electra pair.
 
     python benchmarks/pretrain_speed.py --corpus CORPUS --out results/speed
+    python benchmarks/pretrain_speed.py --corpus CORPUS --out results/speed \
+        --batches 16 --peer-batches 16 --rounds 5 --seconds 10      # on a CPU
 
 First the mathematics is shown to be the same: with shared weights, masks and samples the loss and
 gradients of both networks agree. Then all variants are timed in one process, interleaved, in
 several rounds; a step is data, masking, generator, sampling, discriminator, backward, clipping and
 optimizer. Dropout is 0 on both sides. The table comes last; a JSON record holds it with versions,
 hardware and settings.
+
+On a CPU both sides compute in float32 with the same number of threads. There the CPU time is shown
+beside the wall time, and the load of the machine when the measurement begins and ends: other work
+lowers what the clock says of both sides, and less what their CPU time says.
 """
 
 from __future__ import annotations
@@ -14,11 +20,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import tyro
@@ -132,7 +140,7 @@ def peer(
         )
         x_masked = mask_tokens(batch.x, m, special.mask, corpus.vocab_size, c.objective, rng)
         chosen = replace(torch.zeros_like(batch.x), m, torch.ones_like(m.at)).bool()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             loss = model(batch.x, x_masked, batch.segment, chosen)
         loss.backward()
         nn.utils.clip_grad_norm_(pair.parameters(), 1.0)
@@ -215,18 +223,32 @@ def prove_equal(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) ->
     return result
 
 
-def rate(step: Callable[[], None], tokens: int, seconds: float) -> float:
-    """Tokens per second over about `seconds`."""
-    for _ in range(3):
+class Rate(NamedTuple):
+    """Tokens per second of one round, by the clock and by the CPU time of all threads."""
+
+    wall: float
+    cpu: float
+
+
+def rate(step: Callable[[], None], tokens: int, seconds: float, device: torch.device) -> Rate:
+    """Rates over about `seconds`."""
+    at_once = 10 if device.type == "cuda" else 1  # steps between two looks at the clock
+    for _ in range(3 if device.type == "cuda" else 1):
         step()
-    torch.cuda.synchronize()
-    steps, begin = 0, time.perf_counter()
+    wait(device)
+    steps, begin, cpu = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() - begin < seconds:
-        for _ in range(10):
+        for _ in range(at_once):
             step()
+        wait(device)
+        steps += at_once
+    done = steps * tokens
+    return Rate(done / (time.perf_counter() - begin), done / (time.process_time() - cpu))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
-        steps += 10
-    return steps * tokens / (time.perf_counter() - begin)
 
 
 def main() -> None:
@@ -249,12 +271,15 @@ def main() -> None:
     assert max(equality.values()) < 1e-4, equality
 
     variants: dict[tuple[str, int], Callable[[], Callable[[], None]]] = {}
+    forms = (
+        ("transformers, TF32 eager", False, False),
+        ("transformers, bf16 autocast", True, False),
+        ("transformers, bf16 autocast, compiled", True, True),
+    )
+    if runtime.device.type == "cpu":  # compiling costs minutes and buys 2 %
+        forms = (("transformers, fp32 eager", False, False),)
     for batch in a.peer_batches:
-        for label, autocast, compiled in (
-            ("transformers, TF32 eager", False, False),
-            ("transformers, bf16 autocast", True, False),
-            ("transformers, bf16 autocast, compiled", True, True),
-        ):
+        for label, autocast, compiled in forms:
             c = at(batch)
             variants[label, batch] = lambda c=c, autocast=autocast, compiled=compiled: peer(
                 c, corpus, Batches(corpus.train, c, runtime), autocast=autocast, compiled=compiled
@@ -264,34 +289,39 @@ def main() -> None:
         variants["electra", batch] = lambda c=mine: ours(c, corpus, runtime)
 
     flops = matmul_flops_per_token(base, corpus.vocab_size)
-    peak = runtimes.matmul_rate(runtime.device, torch.bfloat16)
+    peak = runtimes.matmul_rate(runtime.device, runtime.dtype)
+    on_gpu = runtime.device.type == "cuda"
+    load = os.getloadavg()
     rows: list[dict[str, object]] = []
     steps: dict[tuple[str, int], Callable[[], None]] = {}
     memory: dict[tuple[str, int], float] = {}
     setup: dict[tuple[str, int], float] = {}
     for key, make in variants.items():
         gc.collect()
-        torch.cuda.reset_peak_memory_stats()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         before, begin = torch.cuda.memory_allocated(), time.perf_counter()
         try:
             steps[key] = make()
-            for _ in range(3):
+            for _ in range(3 if on_gpu else 1):
                 steps[key]()
-            torch.cuda.synchronize()
+            wait(runtime.device)
         except Exception as error:  # a peer that fails is reported as failed, not left out
             print(key, "failed:", type(error).__name__, str(error)[:300])
             steps.pop(key, None)
             rows.append({"variant": key[0], "batch": key[1], "failed": str(error)[:200]})
             continue
         setup[key] = time.perf_counter() - begin
-        memory[key] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        if on_gpu:
+            memory[key] = (torch.cuda.max_memory_allocated() - before) / 2**30
         print(f"ready: {key[0]}, batch {key[1]}, {setup[key]:.0f} s", flush=True)
-    rates: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
+    rates: dict[tuple[str, int], list[Rate]] = {key: [] for key in steps}
     for _ in range(a.rounds):
         for key, step in steps.items():
             tokens = key[1] * base.data.sequence_length
-            rates[key].append(rate(step, tokens, a.seconds))
-    for key, values in rates.items():
+            rates[key].append(rate(step, tokens, a.seconds, runtime.device))
+    for key, both in rates.items():
+        values, by_cpu = zip(*both, strict=True)
         median = statistics.median(values)
         rows.append(
             {
@@ -299,8 +329,9 @@ def main() -> None:
                 "batch": key[1],
                 "tokens_per_second_median": median,
                 "tokens_per_second_all": values,
+                **({} if on_gpu else {"tokens_per_cpu_second_all": by_cpu}),
                 "mfu_of_measured_matmul": median * flops / peak,
-                "peak_memory_gib": memory[key],
+                **({"peak_memory_gib": memory[key]} if on_gpu else {}),
                 "setup_seconds": setup[key],
             }
         )
@@ -314,6 +345,7 @@ def main() -> None:
         "matmul_flops": peak,
         "flops_per_token": flops,
         "config": to_dict(base),
+        "load_average": {"before": load, "after": os.getloadavg()},
         "environment": runtime.describe(),
     }
     a.out.mkdir(parents=True, exist_ok=True)
@@ -328,15 +360,19 @@ def main() -> None:
         print(
             f"{row['variant']:40} {row['batch']:>6} {median:12,.0f}"
             f" {(max(values) - min(values)) / median:8.1%}"
-            f" {row['mfu_of_measured_matmul']:6.1%} {row['peak_memory_gib']:6.1f}"
+            f" {row['mfu_of_measured_matmul']:6.1%} {row.get('peak_memory_gib', float('nan')):6.1f}"
         )
     for batch in a.peer_batches:
-        peers = [
-            statistics.median(v) for k, v in rates.items() if k[1] == batch and k[0] != "electra"
-        ]
-        if peers and ("electra", batch) in rates:
-            mine = statistics.median(rates["electra", batch])
-            print(f"batch {batch}: {mine / max(peers):.1f} x the best of transformers")
+        for clock in Rate._fields if not on_gpu else Rate._fields[:1]:
+            median = {
+                key[0]: statistics.median(getattr(r, clock) for r in values)
+                for key, values in rates.items()
+                if key[1] == batch
+            }
+            mine = median.pop("electra", None)
+            if mine and median:
+                ratio = mine / max(median.values())
+                print(f"batch {batch}: {ratio:.2f} x the best of transformers, {clock} time")
 
 
 if __name__ == "__main__":
