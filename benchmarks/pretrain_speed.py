@@ -202,18 +202,19 @@ def prove_equal(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) ->
     total = pair.discriminate(g.loss, batch.x, p.x_corrupt, batch.segment)
     total.backward()
     theirs = pair.discriminator.electra
+    upper, lower = c.encoder.layers - 1, c.generator_encoder.layers - 1
     pairs = {
         "embedding": (
             named["discriminator.embeddings.word.weight"],
             theirs.embeddings.word_embeddings.weight.grad,
         ),
         "discriminator_feed_forward": (
-            named["discriminator.blocks.3.up.weight"],
-            theirs.encoder.layer[3].intermediate.dense.weight.grad,
+            named[f"discriminator.blocks.{upper}.up.weight"],
+            theirs.encoder.layer[upper].intermediate.dense.weight.grad,
         ),
         "generator_feed_forward": (
-            named["generator.blocks.3.up.weight"],
-            pair.generator.electra.encoder.layer[3].intermediate.dense.weight.grad,
+            named[f"generator.blocks.{lower}.up.weight"],
+            pair.generator.electra.encoder.layer[lower].intermediate.dense.weight.grad,
         ),
     }
     result = {"loss": float((abs(mine.total - total) / abs(total)).detach())}
@@ -344,6 +345,7 @@ def main() -> None:
         "seconds_per_round": a.seconds,
         "matmul_flops": peak,
         "flops_per_token": flops,
+        "vocab_size": corpus.vocab_size,
         "config": to_dict(base),
         "load_average": {"before": load, "after": os.getloadavg()},
         "environment": runtime.describe(),

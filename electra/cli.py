@@ -148,7 +148,7 @@ class CheckCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
-    """Show what a run takes: parameters, FLOPs, memory, tokens, time."""
+    """Show what a run takes: parameters, FLOPs, memory, tokens; time and money by device."""
 
     recipe: tyro.conf.Positional[str] = "small"
     """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large."""
@@ -159,27 +159,26 @@ class PlanCommand:
     vocab_size: int = 30_522
     """Entries of the vocabulary."""
     tokens_per_second: float | None = None
-    """Speed to plan with; default: from this machine's measured matrix rate."""
+    """Measured speed of one device to plan with, instead of those a model of the hardware
+    predicts."""
+    gpu: str | None = None
+    """Device of --tokens-per-second, for its price, and of --gpus (there H200 by default)."""
+    gpus: tuple[int, ...] = ()
+    """Numbers of GPUs to predict the speed on several for, such as 8 64 512."""
+    prices: dict[str, float] = field(default_factory=dict)
+    """Dollars an hour instead of the listed ones: --prices H200 3.1 L4 0.6."""
+    padded: bool = False
+    """Predict for a corpus with short sequences, whose attention needs a mask."""
     settings: Settings = field(default_factory=PretrainConfig)
 
     def run(self) -> None:
         from .plan import make_plan
+        from .roofline import Model, cost_table, device_named, hours_at, scaling_table
 
-        plan = make_plan(self.settings, self.vocab_size)
-        rate = self.tokens_per_second
-        if rate is None:
-            import torch
-
-            from .runtime import matmul_rate
-
-            cuda = torch.cuda.is_available()
-            device = torch.device("cuda" if cuda else "cpu")
-            dtype = torch.bfloat16 if cuda else torch.float32
-            share = 0.2 if cuda else 0.35  # of that rate, as measured with small and tiny
-            rate = share * matmul_rate(device, dtype) / plan.flops_per_token
-        hours = plan.total_tokens / rate / 3600
-        if self.settings.run.minutes:
-            hours = min(hours, self.settings.run.minutes / 60)
+        plan, rate = make_plan(self.settings, self.vocab_size), self.tokens_per_second
+        model = Model(
+            config=self.settings, plan=plan, vocab_size=self.vocab_size, padded=self.padded
+        )
         s = self.settings
         g = s.generator_encoder
         rows = {
@@ -198,10 +197,19 @@ class PlanCommand:
             "memory for weights and optimizer": f"{plan.state_bytes / 2**30:.2f} GiB",
             "memory per sequence": f"{plan.activation_bytes_per_sequence / 2**20:.1f} MiB",
             "memory for a whole batch": f"{_batch_memory(plan, s) / 2**30:.2f} GiB",
-            "time": f"{hours:,.1f} h at {rate:,.0f} tokens/s",
         }
+        if rate is not None:
+            hours = hours_at(model, rate)
+            rows["time"] = f"{hours:,.1f} h at {rate:,.0f} tokens/s, as given"
+            if self.gpu is not None:
+                price = self.prices.get(self.gpu, device_named(self.gpu).price)
+                rows["cost"] = f"${hours * price:,.0f} at ${price:.2f} an hour ({self.gpu})"
         for name, value in rows.items():
             print(f"{name:34} {value}")
+        if rate is None:
+            print("", *cost_table(model, self.prices), sep="\n")
+        if self.gpus:
+            print("", *scaling_table(model, self.gpu or "H200", self.gpus, rate), sep="\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -265,6 +265,8 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("plan", "sequences are longer than the positions"): lambda _: [
         *("plan", "--data.sequence-length", "600"),
     ],
+    ("plan", "there are no figures for a device"): lambda _: ["plan", "--prices", "H300", "1"],
+    ("plan", "the batch cannot be split"): lambda _: ["plan", "--gpus", "3"],
     # pretrain
     ("pretrain", "neither corpus nor text is given"): lambda p: p.pretrain(),
     ("pretrain", "the corpus does not exist"): lambda p: p.pretrain("--corpus", p.here),

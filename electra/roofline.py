@@ -1,0 +1,282 @@
+"""How fast a recipe trains on a device nobody has to own: tokens per second, memory, scaling.
+
+Comes in: a recipe, a device of `DEVICES`. Goes out: predictions, which is all they are.
+
+A training step is a list of kernels (`step`). Each takes the longer of its arithmetic and its
+memory traffic, and a floor that every kernel has however small its work:
+
+    seconds = Σ max(FLOPs / (e · peak), bytes / (e · bandwidth)) + floor
+
+The share e of the data sheet's figures that a kernel reaches depends on its kind alone, and there
+is one set of them for all GPUs and one for CPUs (`GPU`, `CPU`):
+
+| kind      | what it is                                                                  |
+|-----------|-----------------------------------------------------------------------------|
+| product   | matrix products of blocks, heads and the vocabulary, by their shapes        |
+| attention | the fused kernel; its backward pass computes the scores again               |
+| traffic   | layer norms, GELU, bias gradients, softmax and samples, embeddings, Adam    |
+
+Calibrated once. GPU: the floor from how the measured step of `small` on an H200 grows with the
+batch (results/speed: 4.4 ms that do not depend on it, some 750 kernels), the shares from the kinds'
+parts of its GPU time at batch 1,024 (products 35 %, attention 14 %, norms and GELU 23 %). A padding
+mask makes attention twice as long (1.93 M tokens/s against 2.13 M). CPU: from the CPU time of
+`small` and `tiny` in one thread (results/speed/cpu_seconds.json). docs/performance.md has measured
+and predicted values side by side; a test holds them to 25 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .config import EncoderConfig, PretrainConfig
+from .errors import ElectraError
+from .flops import KINDS, _runs
+from .plan import Plan
+
+Kind = Literal["product", "attention", "traffic"]
+
+
+class Shares(NamedTuple):
+    """Of peak and bandwidth by kind of kernel, and the seconds every kernel takes at least."""
+
+    product: float
+    attention: float
+    traffic: float
+    floor: float
+
+
+GPU = Shares(product=0.66, attention=0.40, traffic=0.62, floor=6e-6)
+CPU = Shares(product=0.88, attention=0.36, traffic=0.32, floor=100e-6)
+
+
+class Device(NamedTuple):
+    """Data sheet: dense FLOP/s in the type we train in, bytes/s, bytes; dollars an hour."""
+
+    peak: float
+    bandwidth: float
+    memory: float
+    price: float
+    itemsize: int = 2  # bf16; 4 where only fp32 is fast
+    shares: Shares = GPU
+    seen: bool = False  # whether the model has been compared with it
+
+
+PRICES_OF = "May 2026"  # rough medians of public offers, on demand
+USABLE = 0.92  # of the memory: the rest is the driver's, or in pieces too small
+DEVICES = {
+    "V100": Device(15.7e12, 0.90e12, 16e9, 1.00, itemsize=4),
+    "T4": Device(8.1e12, 0.32e12, 16e9, 0.50, itemsize=4),
+    "L4": Device(121e12, 0.30e12, 24e9, 0.80),
+    "A10G": Device(70e12, 0.60e12, 24e9, 1.00),
+    "RTX 3090": Device(71e12, 0.94e12, 24e9, 0.25),
+    "RTX 4090": Device(165e12, 1.01e12, 24e9, 0.40),
+    "A100-40": Device(312e12, 1.56e12, 40e9, 1.20),
+    "A100-80": Device(312e12, 2.04e12, 80e9, 1.50),
+    "H100": Device(989e12, 3.35e12, 80e9, 3.00),
+    "H200": Device(989e12, 4.80e12, 141e9, 4.00, seen=True),
+    "B200": Device(2250e12, 8.00e12, 180e9, 6.00),
+    "cpu, 2 cores": Device(320e9, 50e9, 16e9, 0.10, itemsize=4, shares=CPU, seen=True),
+}
+
+
+class Link(NamedTuple):
+    """What connects the processes of a ring."""
+
+    bandwidth: float  # bytes/s of each process in each direction
+    latency: float  # seconds of one hop
+
+
+LINKS = {
+    "NVLink": Link(450e9, 3e-6),
+    "InfiniBand 400 Gb/s": Link(50e9, 5e-6),
+    "Ethernet 25 Gb/s": Link(3.125e9, 30e-6),
+}
+NVLINKED = 8  # GPUs of one node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The predictions for a recipe."""
+
+    config: PretrainConfig
+    plan: Plan
+    vocab_size: int = 30_522
+    padded: bool = False
+    """Whether the corpus has short sequences, so that attention needs a mask."""
+
+    def micro_batch(self, device: Device) -> int:
+        """The most sequences whose activations fit beside weights, gradients and moments."""
+        room = USABLE * device.memory - self.plan.state_bytes
+        return max(0, int(room / (self.plan.activation_bytes_per_sequence * device.itemsize / 2)))
+
+    def rate(self, device: Device, rows: int | None = None) -> float:
+        """Tokens per second of one device that has `rows` of the batch (default: all)."""
+        d = self.config.data
+        rows = rows or d.batch_size
+        micro = min(d.micro_batch or rows, rows, max(1, self.micro_batch(device)))
+        whole, rest = divmod(rows, micro)
+        parameters = self.plan.discriminator_parameters + self.plan.generator_parameters
+        # Gradients gathered and widened, norm, weights and moments read and written.
+        seconds = _seconds([Kernels("traffic", 10, 0, 4.4 * parameters)], device)
+        for count, size in ((whole, micro), (1, rest)):
+            if size:
+                seconds += count * _seconds(self._step(size, device.itemsize), device)
+        return rows * d.sequence_length / seconds
+
+    def exchange(self, gpus: int, link: Link) -> float:
+        """Seconds in which a ring sums the flat float32 gradient of `optim.Adam`.
+
+        Each process sends its gradient twice but for its own part, in 2 (n - 1) hops.
+        """
+        parameters = self.plan.discriminator_parameters + self.plan.generator_parameters
+        hops = 2 * (gpus - 1)
+        return hops / gpus * 4 * parameters / link.bandwidth + hops * link.latency
+
+    def scaling(self, rate: float, gpus: int, link: Link) -> tuple[float, float]:
+        """Share of `gpus` times the speed of one, without overlap and at best with it.
+
+        rate: of one device with its part of the batch. The code exchanges all gradients after the
+        backward pass; at best they would travel during it, two thirds of the step.
+        """
+        compute = self.config.tokens_per_step / gpus / rate
+        exchange = self.exchange(gpus, link)
+        hidden = max(0.0, exchange - compute * 2 / 3)
+        return compute / (compute + exchange), compute / (compute + hidden)
+
+    def _step(self, rows: int, size: int) -> Iterator[Kernels]:
+        """All kernels on `rows` sequences but the optimizer's; `size` bytes per number."""
+        config, V = self.config, self.vocab_size
+        R = rows * config.data.sequence_length
+        for network, heads in KINDS[config.objective.kind]:
+            c = config.encoder if network == "encoder" else config.generator_encoder
+            forward, backward = _runs(config, network)
+            if not forward:
+                continue
+            D, E = c.hidden_size, c.embedding_size
+            yield from _encoder(c, rows, R, size, forward, backward, self.padded)
+            for head, positions in heads.items():
+                P = R if positions == "all" else rows * config.masked_slots
+                shapes = [(D, D)] if config.objective.disc_head == "dense" else []
+                if head != "replaced":
+                    shapes = [(2 * D if head == "both_towers" else D, E), (E, V)]
+                    # Loss, samples, best guess; then the gradient of the logits.
+                    yield Kernels("traffic", 4 * forward, 0, size * P * V)
+                    yield Kernels("traffic", backward, 0, 3 * size * P * V)
+                for K, N in shapes:
+                    yield _product(forward + 2 * backward, P, K, N, size)
+        yield Kernels("traffic", 40, 0, 8 * R)  # choosing, masking, replacing token ids
+
+
+class Kernels(NamedTuple):
+    """So many kernels of a kind, with the work of one of them."""
+
+    kind: Kind
+    number: float
+    flops: float
+    bytes: float
+
+
+def _encoder(
+    c: EncoderConfig, rows: int, R: int, size: int, forward: float, backward: float, padded: bool
+) -> Iterator[Kernels]:
+    """R tokens in `rows` sequences; forward, backward: how often each pass is made."""
+    D, E, F, L, H = c.hidden_size, c.embedding_size, c.ffn_size, c.layers, c.attention_heads
+    T = R // rows
+    for K, N in ((D, 3 * D), (D, D), (D, F), (F, D)):  # once forward, twice backward
+        yield _product(L * (forward + 2 * backward), R, K, N, size)
+    slower = 2 if padded else 1
+    yield Kernels("attention", L * forward, slower * 4 * R * T * D, slower * 4 * size * R * D)
+    yield Kernels("attention", 2 * L * backward, slower * 5 * R * T * D, slower * 4 * size * R * D)
+    if c.attention_dropout > 0:  # written out: the probabilities go through memory
+        yield Kernels("traffic", L * (3 * forward + 4 * backward), 0, 2 * size * R * T * H)
+    yield Kernels("traffic", 2 * L * forward, 0, 3 * size * R * D)  # residual and layer norm
+    yield Kernels("traffic", 4 * L * backward, 0, 3 * size * R * D)
+    yield Kernels("traffic", L * forward, 0, 2 * size * R * F)  # GELU
+    yield Kernels("traffic", L * backward, 0, 3 * size * R * F)
+    yield Kernels("traffic", 4 * L * backward, 0, size * R * (5 * D + F) / 4)  # bias gradients
+    yield Kernels("traffic", 3 * forward + 5 * backward, 0, 3 * size * R * E)  # embeddings
+    if E != D:
+        yield _product(forward + 2 * backward, R, E, D, size)
+
+
+def _product(number: float, R: int, K: int, N: int, size: int) -> Kernels:
+    """(R, K) times (K, N); the two products of its backward pass have the same work."""
+    return Kernels("product", number, 2 * R * K * N, size * (R * K + K * N + R * N))
+
+
+def _seconds(kernels: Iterable[Kernels], device: Device) -> float:
+    total = 0.0
+    for kind, number, flops, traffic in kernels:
+        share: float = getattr(device.shares, kind)
+        work = max(flops / device.peak, traffic / device.bandwidth) / share
+        total += number * (work + device.shares.floor)
+    return total
+
+
+# ------------------------------------------------------------------ as tables
+
+
+def device_named(name: str) -> Device:
+    """One of `DEVICES`, or an error that names them."""
+    if name not in DEVICES:
+        what, known = f"There are no figures for a device {name!r}.", ", ".join(DEVICES)
+        raise ElectraError(what, where="gpu", fix=f"known: {known}")
+    return DEVICES[name]
+
+
+def cost_table(model: Model, prices: Mapping[str, float]) -> Iterator[str]:
+    """Speed, hours and money on every device; `prices` an hour replace the listed ones."""
+    for name in prices:
+        device_named(name)
+    batch = model.config.data.batch_size
+    head = ("tokens/s", 12), ("hours", 12), ("$/h", 7), ("$", 10)
+    yield f"{'predicted for':17}{''.join(f'{t:>{w}}' for t, w in head)}  sequences at once"
+    for name, device in DEVICES.items():
+        fit = model.micro_batch(device)
+        if not fit:
+            yield f"{name:17} does not fit into {device.memory / 1e9:.0f} GB"
+            continue
+        rate, price = model.rate(device), prices.get(name, device.price)
+        hours = hours_at(model, rate)
+        note = "" if device.seen else ", not measured on this GPU"
+        note += (
+            ", needs --run.precision fp32" if device.itemsize == 4 and device.shares is GPU else ""
+        )
+        yield (
+            f"{name:17}{rate:12,.0f}{hours:12,.1f}{price:7.2f}{hours * price:10,.0f}"
+            f"  {min(fit, batch):,} of {batch:,}{note}"
+        )
+    yield f"prices: rough, on demand, {PRICES_OF}; check your provider and give --prices NAME VALUE"
+
+
+def scaling_table(
+    model: Model, name: str, gpus: Sequence[int], measured: float | None
+) -> Iterator[str]:
+    """Speed on several devices with the batch of the recipe split between them."""
+    size = 4 * (model.plan.discriminator_parameters + model.plan.generator_parameters)
+    origin = "measured" if measured else "predicted too"
+    yield "predicted: speed of one (" + origin + f"), a ring that sums {size / 1e6:,.0f} MB"
+    yield f"{name} x  link                 exchange    tokens/s share  with overlap at best"
+    batch = model.config.data.batch_size
+    for n in gpus:
+        if n < 1 or batch % n:
+            what = f"A batch of {batch} cannot be split over {n} GPUs."
+            raise ElectraError(what, where="gpus", fix="give a --data.batch-size it divides")
+        rows = batch // n
+        rate = measured or model.rate(device_named(name), rows)
+        for label, link in LINKS.items():
+            if n > NVLINKED and label == "NVLink":
+                continue
+            plain, best = model.scaling(rate, n, link)
+            yield (
+                f"{n:{len(name) + 2}}  {label:20}{1e3 * model.exchange(n, link):7,.1f} ms"
+                f"{n * rate * plain:12,.0f}{plain:6.0%}{n * rate * best:14,.0f}{best:6.0%}"
+            )
+
+
+def hours_at(model: Model, rate: float) -> float:
+    """Of the whole run, which its minutes may end first."""
+    hours, minutes = model.plan.total_tokens / rate / 3600, model.config.run.minutes
+    return min(hours, minutes / 60) if minutes else hours

@@ -1,0 +1,141 @@
+"""What `electra plan` predicts, against what the stored records say was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from electra.cli import run
+from electra.config import PretrainConfig, from_dict
+from electra.plan import make_plan
+from electra.recipes import recipe
+from electra.roofline import DEVICES, LINKS, Device, Model
+
+RESULTS = Path(__file__).parents[1] / "results"
+H200, TWO_CORES = DEVICES["H200"], DEVICES["cpu, 2 cores"]
+ONE_CORE = TWO_CORES._replace(peak=TWO_CORES.peak / 2, bandwidth=TWO_CORES.bandwidth / 2)
+
+
+def record(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / name).read_text())
+
+
+def model_of(config: PretrainConfig, vocab_size: int = 30_522, **settings: Any) -> Model:
+    plan = make_plan(config, vocab_size)
+    return Model(config=config, plan=plan, vocab_size=vocab_size, **settings)
+
+
+def rows_of(name: str) -> list[tuple[Model, dict[str, Any]]]:
+    """Our rows of a benchmark record, each with the model of its settings."""
+    saved = record(name)
+    config = from_dict(PretrainConfig, saved["config"], where=name)
+    found: list[tuple[Model, dict[str, Any]]] = []
+    for row in saved["rows"]:
+        if row["variant"] == "electra" and "failed" not in row:
+            data = dataclasses.replace(config.data, batch_size=row["batch"])
+            config = dataclasses.replace(config, data=data)
+            found.append((model_of(config, saved.get("vocab_size", 30_522)), row))
+    return found
+
+
+def median_of_run(name: str) -> tuple[Model, float]:
+    """The model of a run's settings, and the median of the speeds it logged."""
+    saved = record(f"{name}/run.json")
+    lines = map(json.loads, (RESULTS / name / "metrics.jsonl").read_text().splitlines())
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    config = from_dict(PretrainConfig, saved["config"], where=name)
+    return model_of(config, saved["vocab_size"]), statistics.median(rates)
+
+
+def close(model: Model, device: Device, measured: float) -> None:
+    assert model.rate(device) == pytest.approx(measured, rel=0.25)
+
+
+# ---------------------------------------------------------------------- against measurements
+
+
+@pytest.mark.parametrize("name", ["pretrain_speed_h200", "pretrain_speed_h200_ours"])
+def test_speed_and_memory_on_the_h200_are_within_a_quarter(name: str) -> None:
+    rows = rows_of(f"speed/{name}.json")
+    assert rows
+    for model, row in rows:
+        close(model, H200, row["tokens_per_second_median"])
+        d = model.config.data
+        memory = model.plan.state_bytes + d.batch_size * model.plan.activation_bytes_per_sequence
+        assert memory / 2**30 == pytest.approx(row["peak_memory_gib"], rel=0.25)
+
+
+def test_the_speed_of_a_whole_run_is_within_a_quarter() -> None:
+    model, measured = median_of_run("small-10-minutes")
+    close(model, H200, measured)
+    masked = dataclasses.replace(model, padded=True)
+    close(masked, H200, 1.93e6)  # read off the terminal: docs/log.md
+
+
+def test_speed_on_the_cpu_is_within_a_quarter() -> None:
+    for name in ("small", "tiny"):  # one thread, so CPU seconds are seconds of one core
+        [(model, row)] = rows_of(f"speed/pretrain_speed_cpu_{name}_busy.json")
+        close(model, ONE_CORE, max(row["tokens_per_cpu_second_all"]))
+    close(median_of_run("demo")[0], TWO_CORES, median_of_run("demo")[1])
+
+
+# ---------------------------------------------------------------------- what has to hold
+
+
+def test_cost_grows_with_the_work() -> None:
+    small = recipe("small")
+    config = dataclasses.replace(small, data=dataclasses.replace(small.data, batch_size=1024))
+
+    def seconds(**encoder: Any) -> float:
+        changed = dataclasses.replace(config, encoder=dataclasses.replace(small.encoder, **encoder))
+        return changed.tokens_per_step / model_of(changed).rate(H200)
+
+    assert seconds(layers=24) == pytest.approx(2 * seconds(), rel=0.1)
+    wide = {"hidden_size": 512, "ffn_size": 2048, "attention_heads": 8}
+    assert 2 < seconds(**wide) / seconds() < 4
+
+
+def test_a_device_without_room_works_in_smaller_parts_or_not_at_all() -> None:
+    large = model_of(recipe("large"))
+    assert 0 < large.micro_batch(H200) < large.config.data.batch_size
+    half = H200._replace(memory=H200.memory / 2)
+    assert 0 < large.micro_batch(half) < large.micro_batch(H200)
+    assert large.rate(half) < large.rate(H200)
+    assert large.micro_batch(H200._replace(memory=4e9)) == 0
+
+
+def test_a_ring_moves_the_gradient_twice() -> None:
+    model, link = model_of(recipe("base")), LINKS["Ethernet 25 Gb/s"]
+    gradient = 4 * (model.plan.discriminator_parameters + model.plan.generator_parameters)
+    assert model.exchange(1, link) == 0
+    wanted = 2 * gradient / link.bandwidth
+    assert model.exchange(512, link) == pytest.approx(wanted, rel=0.12)  # and 31 ms of hops
+    plain, overlapped = model.scaling(model.rate(H200, 32), 8, link)
+    assert 0 < plain < overlapped < 1
+
+
+def test_predictions_are_called_that(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "small", "--gpus", "8", "64", "--prices", "H200", "100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if " of 128" in line]  # sequences at once
+    table = {name: line for name in DEVICES for line in rows if line.startswith(f"{name} ")}
+    assert table.keys() == DEVICES.keys()
+    unseen = {name for name, line in table.items() if "not measured on this GPU" in line}
+    assert unseen == DEVICES.keys() - {"H200", "cpu, 2 cores"}
+    assert "100.00" in table["H200"]
+    assert sum("predicted" in line for line in lines) == 2
+    assert any("check your provider" in line for line in lines)
+
+
+def test_a_measured_speed_replaces_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tokens-per-second", "1000000", "--run.train-steps", "219727"]
+    assert run(["plan", "small", *flags, "--gpu", "H100", "--prices", "H100", "7"]) == 0
+    shown = capsys.readouterr().out
+    assert "1.0 h at 1,000,000 tokens/s, as given" in shown
+    assert "$7 at $7.00 an hour" in shown
+    assert "predicted" not in shown
