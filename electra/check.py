@@ -21,7 +21,7 @@ import xxhash
 
 from .corpus import Corpus
 from .errors import EXIT_OK, EXIT_USER, ElectraError
-from .text import Document, TextStats, expand_inputs, read_documents
+from .text import Document, Source, TextStats, expand_inputs, read_documents
 
 Level = Literal["ok", "warning", "error"]
 
@@ -97,7 +97,7 @@ class Report:
 
 def check_text(inputs: Sequence[str | Path], column: str = "text") -> Report:
     """Reads all of the text once and reports what training on it would suffer from."""
-    unreadable, paths = list[Finding](), set[Path]()
+    unreadable, paths = list[Finding](), set[Source]()
     for given in inputs:
         try:
             paths.update(expand_inputs([given]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import difflib
 import os
+import re
 import signal
 import sys
 import traceback
@@ -32,7 +33,7 @@ class TokenizerCommand:
     """Train a WordPiece tokenizer on text; the same text gives the same file, bit for bit."""
 
     input: tuple[str, ...]
-    """Text files, folders or patterns: txt, jsonl, parquet, also .gz .bz2 .xz .zst."""
+    """Files, folders or patterns (txt, jsonl, parquet, warc, …), hf:NAME, or - for a pipe."""
     out: Path
     """Where the tokenizer goes."""
     vocab_size: int = 30_522
@@ -48,10 +49,12 @@ class TokenizerCommand:
 
     def run(self) -> None:
         from .files import exclusive
+        from .sources import receive
         from .tokenizer import train_tokenizer
 
+        inputs = receive(self.input, self.out, lambda: False)
         tokenizer = train_tokenizer(
-            self.input,
+            inputs,
             vocab_size=self.vocab_size,
             lowercase=self.lowercase,
             strip_accents=self.strip_accents,
@@ -60,6 +63,8 @@ class TokenizerCommand:
         )
         with exclusive(self.out):
             tokenizer.save(self.out)
+            if "-" in self.input:
+                (self.out / "stdin.txt").unlink()
         print(f"{tokenizer.vocab_size:,} tokens in {self.out} (hash {tokenizer.hash[:12]})")
         if tokenizer.vocab_size < self.vocab_size:
             print(f"the text has no more than that; {self.vocab_size:,} were asked for")
@@ -70,7 +75,7 @@ class PrepareCommand:
     """Turn text into a corpus of token sequences; the same command again continues."""
 
     input: tuple[str, ...]
-    """Text files, folders or patterns: txt, jsonl, parquet, also .gz .bz2 .xz .zst."""
+    """Files, folders or patterns (txt, jsonl, parquet, warc, …), hf:NAME, or - for a pipe."""
     tokenizer: Path
     """Folder, tokenizer.json or vocab.txt."""
     out: Path
@@ -286,6 +291,7 @@ class PretrainCommand:
     def _prepare_inside(self) -> Path:
         """Tokenizer and corpus of --input, inside the run directory."""
         from .files import exclusive
+        from .sources import receive
         from .tokenizer import Tokenizer, train_tokenizer
 
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -294,18 +300,19 @@ class PretrainCommand:
                 where="--input",
                 fix="run `electra prepare` first and give --corpus",
             )
+        inputs = receive(self.input, self.out / "made", lambda: False)
         source = self.tokenizer or self.out / "made" / "tokenizer"
         if self.tokenizer is None and not (source / "tokenizer.json").exists():
             with exclusive(self.out):
                 train_tokenizer(
-                    self.input,
+                    inputs,
                     vocab_size=self.vocab_size,
                     lowercase=self.lowercase,
                     column=self.column,
                 ).save(source)
         corpus = self.out / "made" / "corpus"
         _prepare(
-            self.input,
+            inputs,
             Tokenizer.load(source),
             corpus,
             sequence_length=self.settings.data.sequence_length,
@@ -815,14 +822,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             signal.signal(number, handler)
 
     react(end)  # where there is something to save, a `StopRequest` takes over
-    # It needs no network; what it imports is asked not to use any either.
+    argv = list(sys.argv[1:] if argv is None else argv)
+    # It needs no network, except for hf:NAME; what it imports is asked not to use any either.
     for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
-        os.environ.setdefault(name, "1")
+        if name != "HF_HUB_OFFLINE" or not any(re.match("(--input=)?hf:", arg) for arg in argv):
+            os.environ.setdefault(name, "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # A killed torchrun cannot end its processes, and they would go on and hold the directory:
         # let the kernel ask them to stop (PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    code = run(list(sys.argv[1:] if argv is None else argv))
+    code = run(argv)
     react(signal.SIG_IGN)  # the outcome stands
     sys.exit(code)
 
@@ -920,7 +929,7 @@ def _value_of(flag: str, args: list[str]) -> str | None:
     return None
 
 
-def _prepare(inputs: Sequence[str], tokenizer: Any, out: Path, **settings: Any) -> None:
+def _prepare(inputs: Sequence[str | Path], tokenizer: Any, out: Path, **settings: Any) -> None:
     """Prepare a corpus with a progress line and a summary."""
     from rich.console import Console
 

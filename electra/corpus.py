@@ -39,7 +39,8 @@ from .pieces import (
     divide,
 )
 from .shards import Corpus, Examples, FileSum, Manifest, Shard, check_file
-from .text import TextStats, expand_inputs, read_documents
+from .sources import receive
+from .text import Source, TextStats, expand_inputs, read_documents, state_of
 from .tokenizer import Tokenizer
 
 __all__ = ["Corpus", "Examples", "Manifest", "prepare"]
@@ -84,10 +85,11 @@ def prepare(
         "shard_bytes": shard_bytes,
     }
     _check_settings({**settings, "workers": workers})
-    out, paths = Path(out), expand_inputs(inputs)
+    out = Path(out)
+    _refuse_foreign(out)
+    paths = expand_inputs(receive(inputs, out, should_stop))
     described = _describe(paths)
     job = {"settings": settings, "tokenizer": tokenizer.hash, "inputs": described["identity"]}
-    _refuse_foreign(out)
     with exclusive(out), _single_threaded_tokenizers():
         if (out / "manifest.json").exists():
             return _complete(out, job)
@@ -161,14 +163,13 @@ def _check_settings(given: dict[str, Any]) -> None:
             raise ElectraError(f"{name} is {given[name]}.", where=name, fix=f"use {fix}")
 
 
-def _describe(paths: list[Path]) -> dict[str, Any]:
+def _describe(paths: list[Source]) -> dict[str, Any]:
     """The input files: a digest that notices changes, and the first of them by name."""
-    status = [path.stat() for path in paths]
-    rows = [[str(p), s.st_size, s.st_mtime_ns] for p, s in zip(paths, status, strict=True)]
+    rows = [(str(path), *state_of(path)) for path in paths]
     return {
         "identity": json_sha256(rows),
         "count": len(rows),
-        "bytes": sum(s.st_size for s in status),
+        "bytes": sum(size for _, size, _ in rows),
         "files": [{"path": path, "size": size} for path, size, _ in rows[:1000]],
     }
 
@@ -182,7 +183,8 @@ def _refuse_foreign(out: Path) -> None:
     if out.exists() and not out.is_dir():
         what = "There is a file in the way."
     elif out.exists() and not any((out / n).exists() for n in ("manifest.json", "progress.json")):
-        others = ", ".join(path.name for path in _listing(out)[:3])
+        names = [path.name for path in _listing(out) if path.name != "stdin.txt"]
+        others = ", ".join(names[:3])
         what = f"The directory is not empty and holds no corpus: {others}." if others else ""
     if what:
         raise ElectraError(what, where=str(out), fix="choose another --out")

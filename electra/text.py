@@ -1,8 +1,9 @@
 """Raw text in, documents out, in flat memory whatever the files look like.
 
-Comes in: files, directories and globs of plain text, JSON lines or Parquet, also compressed. Goes
-out: a stream of `Document`s in the order of the sorted paths, and a `TextStats` that says what was
-seen and repaired. Nothing is dropped or guessed silently; every outcome is one of these:
+Comes in: files, directories and globs of plain text, JSON lines, Parquet, Arrow, web archives or
+Wikipedia dumps, also compressed, and datasets of the Hub (`sources.py`). Goes out: a stream of
+`Document`s in the order of the sorted paths, and a `TextStats` that says what was seen and
+repaired. Nothing is dropped or guessed silently; every outcome is one of these:
 
 | what is found                                | outcome                                          |
 |----------------------------------------------|--------------------------------------------------|
@@ -15,6 +16,8 @@ seen and repaired. Nothing is dropped or guessed silently; every outcome is one 
 | document over 262,144 characters             | cut between lines into consecutive documents     |
 | NUL inside a JSON or Parquet string          | removed and counted                              |
 | empty or blank file, empty JSON/Parquet text | skipped and counted                              |
+| archive record that is no text; wiki page    | skipped and counted                              |
+| that is no article                           |                                                  |
 | the same file given twice                    | read once                                        |
 | no text in any of the files                  | error                                            |
 | invalid UTF-8                                | error with file, line and byte                   |
@@ -23,6 +26,8 @@ seen and repaired. Nothing is dropped or guessed silently; every outcome is one 
 | broken JSON, not an object, lone surrogate   | error with file and line                         |
 | column missing, null or not a string         | error with file and line or row, and the columns |
 | JSON row over 64 MiB of characters           | error with file and line                         |
+| web page in an archive, damaged record, one  | error with file and record                       |
+| over 64 MiB                                  |                                                  |
 | missing path, FIFO, socket, device           | error with the path                              |
 | name of a file that is not UTF-8             | error with the path                              |
 | directory without text, loop of links        | error with the path                              |
@@ -39,27 +44,35 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from .errors import ElectraError
+from .sources import HubDataset, Texts, warc_texts, wiki_texts
 
 MAX_LINE = 1 << 16  # characters
 MAX_DOCUMENT = 1 << 18  # characters
-MAX_ROW = 1 << 26  # characters of one JSON row, which can only be parsed whole
+MAX_ROW = 1 << 26  # characters of one JSON row or record, which can only be parsed whole
 _BLOCK = 1 << 20  # bytes
+
+Source = Path | HubDataset
 
 _FORMATS = {
     **dict.fromkeys(("", ".txt", ".text", ".md"), "plain"),
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".warc", ".wet"), "warc"),
+    ".xml": "wiki",
     ".parquet": "parquet",
+    ".arrow": "arrow",
 }
+_OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")  # describe a saved dataset
 
 
 def _open_zstd(path: Path) -> BinaryIO:
@@ -101,6 +114,8 @@ class TextStats:
     blank_lines: int = 0
     empty_files: int = 0
     empty_rows: int = 0
+    other_records: int = 0
+    """Records of a web archive that are no text, pages of a dump that are no article."""
     carriage_returns: int = 0
     byte_order_marks: int = 0
     nul_removed: int = 0
@@ -108,14 +123,20 @@ class TextStats:
     long_documents_cut: int = 0
 
 
-def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
+def expand_inputs(inputs: Sequence[str | Path]) -> list[Source]:
     """The files behind paths, directories and globs: sorted, each file once, all of them regular.
 
     A directory stands for the files below it whose suffix is known; hidden ones are left out. A
-    file that is named outright must have a known suffix or none.
+    file that is named outright must have a known suffix or none. hf:NAME is a dataset of the Hub.
     """
-    found: list[Path] = []
+    found: list[Source] = []
     for given in inputs:
+        if str(given).startswith("hf:"):
+            found.append(HubDataset.open(str(given)))
+            continue
+        if str(given) == "-":
+            fix = "write it to a file first; prepare, tokenizer and pretrain read a pipe"
+            raise _error("What is piped in cannot be read here.", given, fix)
         is_pattern = glob.has_magic(str(given)) and not os.path.lexists(given)
         matches = glob.glob(str(given), recursive=True) if is_pattern else [given]
         if not matches:
@@ -128,27 +149,34 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
             found += files
     if not found:
         raise _error("No input was given.", "", "name at least one text file or directory")
-    unique: dict[tuple[int, int], Path] = {}
-    for path in sorted(found, key=str):
-        status = file_status(path)
-        unique.setdefault((status.st_dev, status.st_ino), path)
+    unique: dict[object, Source] = {}
+    for source in sorted(found, key=str):
+        status = file_status(source) if isinstance(source, Path) else None
+        unique.setdefault((status.st_dev, status.st_ino) if status else str(source), source)
     return list(unique.values())
 
 
+def state_of(source: Source) -> tuple[int, int | str]:
+    """Its size, 0 where nobody knows it, and what changes when its content does."""
+    if isinstance(source, HubDataset):
+        return 0, source.version
+    status = file_status(source)
+    return status.st_size, status.st_mtime_ns
+
+
 def read_documents(
-    paths: Iterable[Path], *, column: str = "text", stats: TextStats
+    paths: Iterable[Source], *, column: str = "text", stats: TextStats
 ) -> Iterator[Document]:
     """Documents of all files in order; `stats` is complete when the iterator is exhausted.
 
     A document longer than `MAX_DOCUMENT` characters comes as several consecutive ones, cut between
     lines, so that a whole library in one file without blank lines still runs in flat memory.
     """
-    last: Path | None = None
+    last: Source | None = None
     for path in paths:
-        before, documents = file_status(path), stats.documents
+        before, documents = state_of(path), stats.documents
         yield from _assemble(path, _document_lines(path, column, stats), stats)
-        after = file_status(path)
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        if state_of(path) != before:
             fix = "wait until whatever writes it is done, then give the same command again"
             raise _error("The file changed while it was read.", path, fix)
         stats.files += 1
@@ -180,7 +208,11 @@ def _files_of(path: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[P
         fix = "remove the link, or name the files themselves"
         raise _error("A symbolic link leads back to a directory above it.", path, fix)
     else:
-        for name in _names_in(path):
+        names = _names_in(path)
+        is_saved = "dataset_info.json" in names or "dataset_dict.json" in names
+        for name in names:
+            if is_saved and name in _OF_DATASETS:
+                continue
             suffix, child = split_suffix(Path(name))[0], path / name
             is_known = suffix != "" and suffix in _FORMATS
             if not name.startswith(".") and (is_known or os.path.isdir(child)):
@@ -210,7 +242,8 @@ def file_status(path: Path) -> os.stat_result:
 
 def split_suffix(path: Path) -> tuple[str, str]:
     """The suffixes that say format and compression, in lower case; either can be empty."""
-    name = Path(path.name.lower())
+    # The parts of a large dump are called pages-articles1.xml-p1p297012.bz2 and so on.
+    name = Path(re.sub(r"\.xml-p\d+p\d+", ".xml", path.name.lower()))
     return (Path(name.stem).suffix, name.suffix) if name.suffix in _OPEN else (name.suffix, "")
 
 
@@ -224,10 +257,12 @@ def _format_of(path: Path) -> str:
     if suffix not in _FORMATS:
         fix = f"rename or convert it; known suffixes are {_suffixes()}"
         raise _error(f"The format of '{suffix}' files is not known.", path, fix)
-    if suffix == ".parquet" and compression:
+    kind = _FORMATS[suffix]
+    if kind in ("parquet", "arrow") and compression:
+        what = f"A{'n Arrow' if kind == 'arrow' else ' Parquet'} file cannot be read through an "
         fix = f"decompress it: Parquet compresses inside, '{compression}' around it gains little"
-        raise _error("A Parquet file cannot be read through an outer compression.", path, fix)
-    return _FORMATS[suffix]
+        raise _error(what + "outer compression.", path, fix)
+    return kind
 
 
 # ---------------------------------------------------------------- documents
@@ -236,7 +271,7 @@ def _format_of(path: Path) -> str:
 _Lines = Iterator[tuple[int, str]]
 
 
-def _assemble(path: Path, lines: _Lines, stats: TextStats) -> Iterator[Document]:
+def _assemble(path: Source, lines: _Lines, stats: TextStats) -> Iterator[Document]:
     name, collected, size, first = str(path), list[str](), 0, 1
 
     def document() -> Document:
@@ -259,11 +294,22 @@ def _assemble(path: Path, lines: _Lines, stats: TextStats) -> Iterator[Document]
         yield document()
 
 
-def _document_lines(path: Path, column: str, stats: TextStats) -> _Lines:
-    kind = _format_of(path)
-    if kind == "parquet":
-        yield from _parquet_lines(path, column, stats)
+def _document_lines(path: Source, column: str, stats: TextStats) -> _Lines:
+    kind = _format_of(path) if isinstance(path, Path) else "hub"
+    if kind not in ("plain", "json"):
+        rows = {
+            "parquet": _column_rows,
+            "arrow": _column_rows,
+            "warc": partial(_records, warc_texts),
+            "wiki": partial(_records, wiki_texts),
+            "hub": _hub_rows,
+        }[kind]
+        for number, value, where in rows(cast(Any, path), column, stats):
+            for row, line in _row_lines(number, value, column, where, stats):
+                stats.bytes += len(line.encode())
+                yield row, line
         return
+    path = cast(Path, path)
     for number, line in read_lines(path, stats, cut=kind == "plain"):
         if line.isspace() or not line:
             stats.blank_lines += 1
@@ -290,28 +336,59 @@ def _json_lines(row: str, number: int, column: str, where: str, stats: TextStats
     return _row_lines(number, fields[column], column, where, stats)
 
 
-def _parquet_lines(path: Path, column: str, stats: TextStats) -> _Lines:
-    import pyarrow as pa
-    from pyarrow import parquet
+_Rows = Iterator[tuple[int, object, str]]  # number, value of the column, and where it stands
 
-    number = 0
+
+def _column_rows(path: Path, column: str, _: TextStats) -> _Rows:
+    """Of a Parquet file, or of the stream of Arrow batches that `datasets` writes to disk."""
+    import pyarrow as pa
+    from pyarrow import ipc, parquet
+
+    kind, number = _format_of(path).capitalize(), 0
     try:
-        # A buffered stream instead of whole column chunks keeps memory flat for any row group.
-        with parquet.ParquetFile(path, buffer_size=_BLOCK, pre_buffer=False) as file:
-            schema = file.schema_arrow
-            if column not in schema.names:
-                raise _missing_column(column, schema.names, path)
-            for batch in file.iter_batches(batch_size=64, columns=[column]):
-                for value in batch.column(0):
+        with ExitStack() as opened:
+            if kind == "Parquet":
+                # A buffered stream instead of whole column chunks: flat memory for any row group.
+                file = parquet.ParquetFile(path, buffer_size=_BLOCK, pre_buffer=False)
+                names = opened.enter_context(file).schema_arrow.names
+                batches: Iterable[Any] = file.iter_batches(batch_size=64, columns=[column])
+            else:
+                batches = ipc.open_stream(opened.enter_context(pa.OSFile(str(path))))
+                names = batches.schema.names
+            if column not in names:
+                raise _missing_column(column, names, path)
+            for batch in batches:
+                if kind == "Arrow":
+                    batch.validate(full=True)  # a damaged one would be read outside of its bytes
+                for value in batch.column(column):
                     number += 1
-                    where = f"{path}, row {number}"
-                    for row, line in _row_lines(number, value.as_py(), column, where, stats):
-                        stats.bytes += len(line.encode())
-                        yield row, line
+                    yield number, value.as_py(), f"{path}, row {number}"
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        what, where = f"The Parquet file cannot be read: {error}.", f"{path}, row {number + 1}"
-        fix = "the file is damaged or not Parquet; copy or write it again"
+        what, where = f"The {kind} file cannot be read: {error}.", f"{path}, row {number + 1}"
+        fix = f"the file is damaged or not {kind}; copy or write it again"
         raise _error(what, where, fix) from error
+
+
+def _hub_rows(source: HubDataset, column: str, _: TextStats) -> _Rows:
+    for number, row in source.rows(column):
+        where = f"{source}, row {number}"
+        if column not in row:
+            raise _missing_column(column, row, where)
+        yield number, row[column], where
+
+
+def _records(read: Callable[..., Texts], path: Path, _: str, stats: TextStats) -> _Rows:
+    number = 0
+
+    def skip() -> None:
+        stats.other_records += 1
+
+    try:
+        with closing(_OPEN[split_suffix(path)[1]](path)) as file:
+            for number, text in read(file, path, MAX_ROW, skip):
+                yield number, text, f"{path}, record {number}"
+    except _UNREADABLE as error:
+        raise _cut_short(error, f"{path}, after record {number}") from error
 
 
 def _missing_column(column: str, present: Iterable[str], where: object) -> ElectraError:
@@ -401,13 +478,19 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
         where = f"{path}, line {number + _line_ends(before)}, byte {offset}"
         fix = "convert it, for example: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
         raise _error(what, where, fix) from error
-    except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-        what, where = f"The file cannot be read to its end: {error}.", f"{path}, line {number}"
-        fix = "it is damaged or was cut short; copy or download it again"
-        raise _error(what, where, fix) from error
+    except _UNREADABLE as error:
+        raise _cut_short(error, f"{path}, line {number}") from error
     stats.bytes += consumed
     if rest:
         yield number, rest
+
+
+_UNREADABLE = (EOFError, OSError, zlib.error, lzma.LZMAError)
+
+
+def _cut_short(error: Exception, where: str) -> ElectraError:
+    what = f"The file cannot be read to its end: {error}."
+    return _error(what, where, "it is damaged or was cut short; copy or download it again")
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:

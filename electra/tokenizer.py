@@ -24,7 +24,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import ElectraError, Stopped
 from .files import json_bytes, json_sha256, read_json, reading, write_atomic
-from .text import Document, TextStats, draw, expand_inputs, read_documents, split_suffix
+from .text import (
+    Document,
+    Source,
+    TextStats,
+    draw,
+    expand_inputs,
+    read_documents,
+    split_suffix,
+)
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CASING = ("do_lower_case", "strip_accents")  # of tokenizer_config.json
@@ -392,11 +400,13 @@ def _count_chunks(documents: Iterable[Document]) -> Counter[str]:
     return counts
 
 
-def _sample_share(paths: list[Path], column: str, max_bytes: int) -> float:
+def _sample_share(paths: list[Source], column: str, max_bytes: int) -> float:
     """The share of documents to train on; compressed text has to be read to know its size."""
-    formats = [split_suffix(path) for path in paths]
+    files = [path for path in paths if isinstance(path, Path)]
+    formats = [split_suffix(path) for path in files]
     is_packed = any(compression or suffix == ".parquet" for suffix, compression in formats)
-    if not is_packed and sum(path.stat().st_size for path in paths) <= max_bytes:
+    is_packed |= len(files) < len(paths)
+    if not is_packed and sum(path.stat().st_size for path in files) <= max_bytes:
         return 1.0
     stats = TextStats()
     for _ in read_documents(paths, column=column, stats=stats):
