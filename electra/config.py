@@ -285,6 +285,9 @@ class RunConfig(Settings):
     """Steps between two checkpoints."""
     keep_checkpoints: Count = 2
     """Newest checkpoints that are kept."""
+    tracker: Literal["auto", "none", "tensorboard", "trackio", "wandb", "mlflow"] = "auto"
+    """Where the numbers go besides metrics.jsonl; auto: TensorBoard if installed. Nothing leaves
+    the machine unless the tracker's own environment variables ask for it (docs/trackers.md)."""
     max_bad_steps: Count = 3
     """Non-finite steps in a row that end the run, looked at every log_every steps; none of them
     reaches the weights."""

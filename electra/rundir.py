@@ -45,6 +45,7 @@ _MAY_CHANGE = (
     "run.eval_batches",
     "run.save_every",
     "run.keep_checkpoints",
+    "run.tracker",
     "run.max_bad_steps",
     "run.on_disk_full",
     "run.timeout_seconds",

@@ -1,4 +1,4 @@
-"""What a run tells: metrics.jsonl always, the terminal while it runs, TensorBoard if installed,
+"""What a run tells: metrics.jsonl always, the terminal while it runs, a tracker (`trackers.py`),
 curves.png for a look.
 
 One line of metrics.jsonl is one moment: {"kind": "train" | "eval" | "event", "step": …, values}.
@@ -8,20 +8,22 @@ will be trained again are cut off, so the file reads like that of an uninterrupt
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from .errors import DiskFull
+from .errors import DiskFull, ElectraError
 from .files import reading, storage_errors, write_atomic
+from .trackers import Kind, Tracker
+
+Choice = Kind | Literal["auto", "none"]
 
 
 class RunLog:
@@ -35,8 +37,12 @@ class RunLog:
         from_step: int,
         quiet: bool,
         patient: bool = False,
+        tracker: Choice = "auto",
     ) -> None:
-        """patient: lines for which the disk has no room wait in memory instead of failing."""
+        """patient: lines for which the disk has no room wait in memory instead of failing.
+
+        tracker: auto is TensorBoard where it is installed.
+        """
         self.directory, self.active, self._patient = directory, active, patient
         self._waiting = b""
         self._progress: Progress | None = None
@@ -44,15 +50,15 @@ class RunLog:
         self._quiet = quiet
         if not active:
             return
+        # A notebook gets the plain lines as well, instead of a display of its own for each.
+        self.console = Console(file=sys.stderr, highlight=False, quiet=quiet, force_jupyter=False)
+        self._tracker = self._track(tracker, from_step)
         self.path = directory / "metrics.jsonl"
         if self.path.exists():
             kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
             write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
         with storage_errors(self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
-        self._board = _tensorboard(directory, from_step)
-        # A notebook gets the plain lines as well, instead of a display of its own for each.
-        self.console = Console(file=sys.stderr, highlight=False, quiet=quiet, force_jupyter=False)
         if self.console.is_terminal and not quiet:
             self._progress = Progress(
                 BarColumn(bar_width=20),
@@ -73,14 +79,17 @@ class RunLog:
         except DiskFull:
             if not self._patient:
                 raise
-        if self._board is not None:
-            try:
-                for name, value in values.items():
-                    if isinstance(value, int | float):
-                        self._board.add_scalar(f"{kind}/{name}", value, step)
-            except OSError as error:  # of its own thread, for a line before
-                self._board = None
-                self.warn(f"TensorBoard gets no more lines: {error}")
+        if self._tracker is not None:
+            self._tracker.write(kind, step, values)
+
+    def _track(self, choice: Choice, from_step: int) -> Tracker | None:
+        kind = "tensorboard" if choice == "auto" else choice
+        try:
+            return None if kind == "none" else Tracker(kind, self.directory, from_step, self.warn)
+        except ElectraError:
+            if choice != "auto":
+                raise
+            return None  # an optional extra; metrics.jsonl holds the same numbers
 
     def _write_waiting(self) -> None:
         with storage_errors(self.path):
@@ -116,17 +125,8 @@ class RunLog:
             self._write_waiting()
         finally:
             self._file.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):  # metrics.jsonl holds the same numbers
-                self._board.close()
-
-
-def _tensorboard(directory: Path, from_step: int) -> Any:
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError:  # an optional extra; metrics.jsonl holds the same numbers
-        return None
-    return SummaryWriter(str(directory / "tensorboard"), purge_step=from_step + 1)
+            if self._tracker is not None:
+                self._tracker.close()
 
 
 def _json_number(value: Any) -> Any:

@@ -105,7 +105,7 @@ def wiki_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
             block = file.read(_BLOCK)
             fed += len(block)
             dump.parser.Parse(block, not block)
-            if fed - dump.parser.CurrentByteIndex > limit:
+            if fed - dump.parser.CurrentByteIndex > 4 * _BLOCK:
                 raise dump.error("A tag does not end.")
             for number, text in dump.pages:
                 if text is None:

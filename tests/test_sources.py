@@ -127,7 +127,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 
 @pytest.mark.parametrize("shape", ["skipped record", "head", "tag"])
 def test_a_bomb_takes_no_memory(tmp_path: Path, shape: str) -> None:
-    size = 400 << 20
+    size = 200 << 20
     path = tmp_path / ("a.xml.gz" if shape == "tag" else "a.warc.gz")
     with gzip.open(path, "wb", compresslevel=1) as file:
         if shape == "tag":
@@ -145,7 +145,7 @@ def test_a_bomb_takes_no_memory(tmp_path: Path, shape: str) -> None:
     *what, megabytes = done.stdout.splitlines()
     expected = {"skipped record": [], "head": ["has no end"], "tag": ["does not end"]}[shape]
     assert [end in text for end, text in zip(expected, what, strict=True)] == [True] * len(what)
-    assert int(megabytes) < 250, done.stdout + done.stderr
+    assert int(megabytes) < 100, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------- Wikipedia dumps
@@ -259,10 +259,10 @@ def test_marks_that_are_odd(wikitext: str, plain: str) -> None:
     ["[[a", "{{", "[[a|]]", "]]", "<ref>", "<ref", "<!--", "''", "[http://a ", "\n{|", "__A"],
 )
 def test_any_wikitext_takes_linear_time(part: str) -> None:
-    text = part * (1_000_000 // len(part))
+    text = part * (300_000 // len(part))
     begin = time.process_time()
     plain_text(text + part.replace("[", "]").replace("{", "}") * 1000, {"file"})
-    assert time.process_time() - begin < 20  # about 1 s; quadratic time would be hours
+    assert time.process_time() - begin < 20  # about 0.2 s; quadratic time would be much more
 
 
 # ---------------------------------------------------------------- datasets
