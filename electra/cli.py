@@ -366,6 +366,39 @@ class ImportCommand:
         _print_export(import_model(self.model, self.out, **options))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExtendCommand:
+    """Give a model tokens for the words of a domain, before it is trained further on its text."""
+
+    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """An export, a run, a transformers ELECTRA or a TensorFlow checkpoint."""
+    input: tuple[str, ...]
+    """Text of the domain: files, folders or patterns (txt, jsonl, parquet, warc, …), or hf:NAME."""
+    out: Path
+    """Gets the folders discriminator and generator, as far as the model has them."""
+    tokens: int = 1000
+    """How many words become tokens: those that save the most."""
+    column: str = "text"
+    """Column of jsonl and parquet files that holds the text."""
+    max_bytes: int = 1 << 30
+    """Text that is looked at; of more, a fixed sample is taken."""
+
+    def run(self) -> None:
+        from .extend import extend
+
+        done = extend(
+            self.model,
+            self.input,
+            self.out,
+            tokens=self.tokens,
+            column=self.column,
+            max_bytes=self.max_bytes,
+        )
+        print(f"{len(done.tokens):,} tokens added: {', '.join(done.tokens[:8])}, …")
+        print(f"the text has {done.after:.3f} tokens a word, {done.before:.3f} before")
+        _print_export(done.report)
+
+
 TuneSettings = Annotated[FinetuneConfig, tyro.conf.arg(name="")]
 # fmt: off
 TaskName = Literal[
@@ -773,6 +806,7 @@ Command = (
     | PretrainCommand
     | ExportCommand
     | ImportCommand
+    | ExtendCommand
     | FinetuneCommand
     | GlueCommand
     | PredictCommand
@@ -795,6 +829,7 @@ COMMANDS: dict[str, type[Command]] = {
     "pretrain": PretrainCommand,
     "export": ExportCommand,
     "import": ImportCommand,
+    "extend": ExtendCommand,
     "finetune": FinetuneCommand,
     "glue": GlueCommand,
     "predict": PredictCommand,

@@ -323,7 +323,7 @@ def export(
     tokenizer = Tokenizer.load(tokenizer_dir)
     record = {"version": __version__, "step": step, "config": to_dict(config)}
     story = card.of_pretraining(config, step, run)
-    return _export(networks_of(objective), tokenizer, out, record, story, license)
+    return export_networks(networks_of(objective), tokenizer, out, record, story, license)
 
 
 def import_model(
@@ -340,10 +340,10 @@ def import_model(
     networks = tuple(n for n in (model.discriminator, model.generator) if n)
     record = {"version": __version__, "imported_from": str(path)}
     story = card.Story({"Training": f"Imported from {code(path.name)}."})
-    return _export(networks, own, out, record, story, license)
+    return export_networks(networks, own, out, record, story, license)
 
 
-def _export(
+def export_networks(
     networks: tuple[Network, ...],
     tokenizer: Tokenizer,
     out: Path,
@@ -351,6 +351,7 @@ def _export(
     story: card.Story,
     license: str,
 ) -> ExportReport:
+    """Write these networks; record goes into electra.json, story into the model cards."""
     record = {**record, "tokenizer_hash": tokenizer.hash}
     differences: list[float] = []
     with _replacing(out) as temporary:

@@ -162,6 +162,12 @@ class Tokenizer:
         """The token of each id as it stands in the vocabulary."""
         return [self.backend.id_to_token(int(index)) or "[UNK]" for index in ids]
 
+    def with_tokens(self, tokens: Sequence[str]) -> Tokenizer:
+        """The same tokenizer with more WordPiece tokens, numbered behind those that it has."""
+        parts, first = self._parts, self.vocab_size
+        parts["model"]["vocab"] |= {token: first + i for i, token in enumerate(tokens)}
+        return Tokenizer.from_json(json.dumps(parts))
+
     def save(self, directory: Path, *, max_length: int = 512) -> None:
         """Writes a directory that transformers' AutoTokenizer loads with the same ids.
 
@@ -313,6 +319,36 @@ def train_tokenizer(
     vocabulary is smaller than `vocab_size` if no pair of pieces is left that occurs twice.
     `strip_accents=None` strips them when lower-casing, as BERT does.
     """
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    words = count_words(
+        inputs,
+        normalizer,
+        pre_tokenizers.BertPreTokenizer(),
+        column=column,
+        max_bytes=max_bytes,
+        seed=seed,
+        stats=stats,
+        should_stop=should_stop,
+    )
+    pieces = [*SPECIAL_TOKENS, *_alphabet(words, vocab_size)]
+    if len(pieces) > vocab_size:
+        what = f"{vocab_size:,} tokens are too small a vocabulary: characters need {len(pieces):,}."
+        raise ElectraError(what, where="vocab_size", fix=f"use at least {2 * len(pieces):,}")
+    return Tokenizer(_bert(_merge(words, pieces, vocab_size), normalizer))
+
+
+def count_words(
+    inputs: Sequence[str | Path],
+    normalizer: Any,
+    pre_tokenizer: Any,
+    *,
+    column: str = "text",
+    max_bytes: int = 1 << 30,
+    seed: int = 0,
+    stats: TextStats | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Counter[str]:
+    """How often each word occurs in the text, or in a sample of about `max_bytes` of it."""
     paths = expand_inputs(inputs)
     share = _sample_share(paths, column, max_bytes)
 
@@ -324,19 +360,13 @@ def train_tokenizer(
             if share == 1 or draw(seed, "tokenizer", number) < share:
                 yield document
 
-    normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
-    pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     words: Counter[str] = Counter()
     for chunk, count in _count_chunks(sampled()).items():
-        for word, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(chunk)):
+        normalized = normalizer.normalize_str(chunk) if normalizer else chunk
+        for word, _ in pre_tokenizer.pre_tokenize_str(normalized):
             if len(word) <= _MAX_WORD:
                 words[word] += count
-
-    pieces = [*SPECIAL_TOKENS, *_alphabet(words, vocab_size)]
-    if len(pieces) > vocab_size:
-        what = f"{vocab_size:,} tokens are too small a vocabulary: characters need {len(pieces):,}."
-        raise ElectraError(what, where="vocab_size", fix=f"use at least {2 * len(pieces):,}")
-    return Tokenizer(_bert(_merge(words, pieces, vocab_size), normalizer))
+    return words
 
 
 def _merge(words: Counter[str], pieces: list[str], vocab_size: int) -> list[str]:
