@@ -57,7 +57,9 @@ def test_new_words_are_the_mean_of_their_pieces_and_old_text_stays(
     before, after = hf.load_pretrained(model), hf.load_pretrained(tmp_path / "new")
     old, new = before.needed_tokenizer(), after.needed_tokenizer()
     counts = Counter(re.findall("[a-z]+", domain.read_text().lower().replace("ï", "i")))
+    assert old.encode("riverbird")[1:-1] == [old.unk_id]  # there is no ##b
     gains = {word: n * (len(old.encode(word)) - 3) for word, n in counts.items()}
+    gains["riverbird"] = counts["riverbird"]
     assert list(done.tokens) == sorted(gains, key=lambda word: (-gains[word], word))[:4]
     assert set(done.tokens) == {"riverbird", "firesong", "stonewind", "naive"}
     first = old.vocab_size
@@ -71,7 +73,7 @@ def test_new_words_are_the_mean_of_their_pieces_and_old_text_stays(
                 assert torch.equal(tensor[:first], a[name])
                 for i, word in enumerate(done.tokens):
                     pieces = old.encode(word)[1:-1]
-                    assert len(pieces) > 1
+                    assert len(pieces) > 1 or word == "riverbird"
                     torch.testing.assert_close(tensor[first + i], a[name][pieces].mean(0))
             else:
                 assert torch.equal(tensor, a[name])
