@@ -249,16 +249,16 @@ class HubDataset:
 
     @classmethod
     def open(cls, name: str) -> HubDataset:
-        try:
-            datasets: Any = importlib.import_module("datasets")
-        except ImportError as error:
-            what, fix = "The package datasets is not installed.", "pip install 'electra[datasets]'"
-            raise ElectraError(what, where=name, fix=fix) from error
         path, config, split, *more = [*name.removeprefix("hf:").split(":"), "", ""]
         if not path or any(more):
             fix = "write hf:NAME, hf:NAME:config, hf:NAME:config:split or hf:NAME::split"
             raise ElectraError("This names no dataset.", where=name, fix=fix)
         split = split or "train"
+        try:
+            datasets: Any = importlib.import_module("datasets")
+        except ImportError as error:
+            what, fix = "The package datasets is not installed.", "pip install 'electra[datasets]'"
+            raise ElectraError(what, where=name, fix=fix) from error
         try:
             builder: Any = datasets.load_dataset_builder(path, config or None)
             rows: Any = builder.as_streaming_dataset(split=split)

@@ -31,6 +31,7 @@ from electra import cli
 from electra.config import to_dict
 from electra.corpus import Corpus
 
+CHECKPOINT = Path(__file__).parent / "fixtures" / "tf"
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 Args = list[str | Path]
 
@@ -86,6 +87,13 @@ class Place(NamedTuple):
     def ablate(self, *more: str) -> Args:
         given = ["--corpus", self.made.corpus, "--data", self.here, "--out", self.out]
         return ["ablate", more[0], *given, *more[1:]]
+
+    def extend(self, given: Path, *more: str) -> Args:
+        return ["extend", self.made.export, "--input", given, "--out", self.out, *more]
+
+    def embed(self, given: Path, *more: str | Path) -> Args:
+        place = () if "--out" in more else ("--out", self.here / "a.npy")
+        return ["embed", "--model", self.made.export, "--input", given, *place, *more]
 
     def predict(self, given: str | Path, *more: str | Path) -> Args:
         return ["predict", "--model", self.made.tuned, "--input", given, *more]
@@ -155,6 +163,20 @@ def without_tokenizer(p: Place) -> Path:
     return model
 
 
+def only_a_pickle(p: Place) -> Path:
+    model = p.copy(p.made.export / "discriminator")
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"no torch file")
+    return model
+
+
+def half_a_checkpoint(p: Place) -> Path:
+    folder = p.copy(CHECKPOINT)
+    for data in folder.glob("*.data-*"):
+        data.unlink()
+    return folder
+
+
 def begun_otherwise(p: Place) -> Args:
     assert cli.run([str(arg) for arg in p.prepare()]) == 0
     return p.prepare("--seed", "5")
@@ -213,6 +235,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     # prepare
     ("prepare", "no file matches a pattern"): lambda p: p.prepare(source=p.here / "*.txt"),
     ("prepare", "a folder has no text file"): lambda p: p.prepare(source=p.here),
+    ("prepare", "hf: names no dataset"): lambda p: p.prepare(source=Path("hf:")),
     ("prepare", "the format is not known"): lambda p: p.prepare(source=p.file("a.pdf", "x")),
     ("prepare", "the text is one single line"): lambda p: p.prepare(source=p.file("a.txt", "one")),
     ("prepare", "the text has no token"): lambda p: p.prepare(
@@ -244,6 +267,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("check", "neither text nor corpus is given"): lambda _: ["check"],
     ("check", "there is no corpus"): lambda p: ["check", "--corpus", p.here],
     ("check", "the corpus is damaged"): lambda p: ["check", "--corpus", damaged_corpus(p)],
+    ("check", "a pipe is given"): lambda _: ["check", "--input", "-"],
     ("check", "no file can be read"): lambda p: ["check", "--input", p.here / "none.txt"],
     # plan
     ("plan", "the recipe is not known"): lambda _: ["plan", "smal"],
@@ -400,6 +424,39 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         *("ui", "--model", p.made.export / "generator"),
     ],
     ("ui", "no request would be let through"): lambda _: ["ui", "--per-minute", "0"],
+    # import, extend
+    ("import", "it is no model"): lambda p: ["import", p.here, "--out", p.out],
+    ("import", "the model has no tokenizer"): lambda p: [
+        *("import", without_tokenizer(p), "--out", p.out),
+    ],
+    ("import", "a .bin without --allow-bin"): lambda p: [
+        *("import", only_a_pickle(p), "--out", p.out),
+    ],
+    ("import", "the .bin is no torch file"): lambda p: [
+        *("import", only_a_pickle(p), "--out", p.out, "--allow-bin"),
+    ],
+    ("import", "a part of the checkpoint is missing"): lambda p: [
+        *("import", half_a_checkpoint(p), "--out", p.out),
+    ],
+    ("import", "the output holds something else"): lambda p: [
+        *("import", p.made.export, "--out", p.file("out/notes.txt", "x").parent),
+    ],
+    ("extend", "no tokens are asked for"): lambda p: p.extend(p.text, "--tokens", "0"),
+    ("extend", "the text has no new word"): lambda p: p.extend(p.file("a.txt", "one one .\n")),
+    # embed, onnx
+    ("embed", "the output is no kind of file for vectors"): lambda p: p.embed(
+        p.text, "--out", p.here / "a.txt"
+    ),
+    ("embed", "the text does not exist"): lambda p: p.embed(p.here / "none"),
+    ("embed", "there is no line"): lambda p: p.embed(p.file("a.txt", "")),
+    ("embed", "the length is out of range"): lambda p: p.embed(p.text, "--length", "9999"),
+    ("embed", "it is no model"): lambda p: [
+        *("embed", "--model", p.here, "--input", p.text, "--out", p.here / "a.npy"),
+    ],
+    ("onnx", "there is no exported model"): lambda p: ["onnx", "--model", p.made.run],
+    ("onnx", "data without int8"): lambda p: [
+        *("onnx", "--model", p.made.tuned, "--data", p.made.table),
+    ],
     ("demo", "the demo is done already"): lambda p: [
         *("demo", "--out", p.file("out/demo.json", "{}").parent),
     ],
@@ -436,6 +493,8 @@ def test_a_mistake_is_answered_as_the_page_says(
     message, code, to_do = rows_of("Errors")[case]
     if "GPU" in case[1] and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    if case[0] == "onnx":
+        pytest.importorskip("onnxruntime", reason="extra onnx is not installed")
     locked = place.here / "locked" / ".lock"
     args = CASES[case](place)
     with open(locked if locked.exists() else os.devnull) as lock:
@@ -487,6 +546,17 @@ def parquet(content: dict[str, list[Any]], cut: int = 0) -> Source:
     return write
 
 
+def arrow(content: dict[str, list[Any]], cut: int = 0) -> Source:
+    def write(p: Place) -> Path:
+        table, sink = pa.table(content), pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        data = sink.getvalue().to_pybytes()
+        return p.file("odd.arrow", data[: len(data) - cut])
+
+    return write
+
+
 def row(value: str) -> Source:
     return text_file(f'{{"text": "fine\\nfine"}}\n{value}\n', "odd.jsonl")
 
@@ -517,6 +587,15 @@ def odd_name(p: Place) -> Path:
     return p.here / "odd"
 
 
+RECORD = (
+    "WARC/1.0\r\nWARC-Type: {}\r\nContent-Type: text/plain\r\nContent-Length: 4\r\n\r\n{}\r\n\r\n"
+)
+WARC = "".join(
+    RECORD.format(*record)
+    for record in [("metadata", "http"), ("conversion", "text"), ("conversion", "a\nb.")]
+)
+ARTICLE = "<page><ns>{}</ns><revision><text>one river\nall stones</text></revision></page>"
+WIKI = f"<mediawiki>{ARTICLE.format(0)}{ARTICLE.format(1)}</mediawiki>"
 JPEG = b"\xff\xd8\xff\xe0\x00\x10JFIF\x00\x01" + bytes(range(256))
 SHEET = {"text": ["one river", "two", "three"], "n": [1, 2, 3]}
 
@@ -557,6 +636,18 @@ INPUTS: dict[str, Source] = {
     "Parquet without the column": parquet({"n": [1]}),
     "Parquet with a null": parquet({"text": ["one", None]}),
     "Parquet cut short": parquet(SHEET, cut=20),
+    "Arrow without the column": arrow({"n": [1]}),
+    "Arrow cut short": arrow(SHEET, cut=300),
+    "web archive with other records": text_file(WARC, "odd.warc"),
+    "web archive with a web page": text_file(WARC.replace("metadata", "response"), "odd.warc"),
+    "web archive with a wrong length": text_file(WARC.replace(": 4", ": 3"), "odd.warc"),
+    "web archive in latin-1": text_file(
+        WARC.replace("text\r", "tex\xe4\r").encode("latin-1"), "odd.warc"
+    ),
+    "web archive that is none": text_file(GOOD, "odd.warc"),
+    "Wikipedia dump with other pages": text_file(WIKI, "odd.xml"),
+    "XML that is no Wikipedia dump": text_file("<html><p>one</p></html>", "odd.xml"),
+    "Wikipedia dump cut short": text_file(WIKI[:-30], "odd.xml"),
     "pipe, socket or device": fifo,
     "link that leads to itself": link_to_itself,
     "link to a folder above": link_to_above,
