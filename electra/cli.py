@@ -14,7 +14,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
+_REWARM = 6.0  # percent of a run with --init (as in "Don't Stop Pretraining", ACL 2020)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +243,7 @@ class PretrainCommand:
     force: bool = False
     """Continue although settings that make it another experiment, or the corpus, have changed."""
     init: Path | None = None
-    """Start from the networks of an export, a transformers ELECTRA or a TensorFlow checkpoint."""
+    """Go on from an export, a run, a transformers ELECTRA or a TensorFlow checkpoint."""
     profile: Profile = "best"
     """How the points are read on which paper and released code differ."""
     config: Path | None = None
@@ -942,17 +943,21 @@ def _parse(argv: list[str]) -> Command:
 
 
 def _starting_point(name: str, args: list[str]) -> PretrainConfig:
-    """Settings before the flags: recipe, then profile, then --config file, then --init sizes."""
+    """Settings before the flags: recipe, then profile, then --init sizes, then --config file."""
 
     profile: Any = _value_of("--profile", args) or "best"
-    config = recipe(name, profile)
+    config, path = recipe(name, profile), _value_of("--config", args)
+    values = read_settings_file(Path(path)) if path is not None else {}
     if (init := _value_of("--init", args)) is not None:
         from .hf import config_of, load_pretrained
 
         config = config_of(load_pretrained(Path(init)), config)
-    if (path := _value_of("--config", args)) is not None:
-        config = from_dict(PretrainConfig, read_settings_file(Path(path)), where=path, base=config)
-    return config
+        # The recipe's warm-up was meant for its own million steps; here it is a share of the run.
+        asked = any(re.match("--optim.warmup[-_]steps", arg) for arg in args)
+        asked |= "warmup_steps" in (values.get("optim") or ())
+        if not asked and config.optim.warmup_percent is None:
+            config = replace(config, optim=replace(config.optim, warmup_percent=_REWARM))
+    return from_dict(PretrainConfig, values, where=path or "", base=config)
 
 
 def _value_of(flag: str, args: list[str]) -> str | None:

@@ -343,6 +343,53 @@ def test_training_continues_from_an_export(
     assert [m["step"] for m in read_metrics(second) if m["kind"] == "train"] == [4, 8, 12]
 
 
+def test_a_discriminator_alone_goes_on_with_a_new_generator(
+    capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
+) -> None:
+    first, export, second = (tmp_path / n for n in ("first", "export", "second"))
+    common = ["--corpus", corpus.path, "--quiet"]
+    assert electra("pretrain", *MICRO, *common, "--out", first) == 0
+    assert electra("export", first, "--out", export) == 0
+    sizes = [*MICRO[:1], *MICRO[MICRO.index("--data.sequence-length") :]]
+    alone = [*sizes, *common, "--init", export / "discriminator", "--out", second]
+    fresh = ["--generator.width", "0.5", "--generator.depth", "0.5"]
+    assert electra("pretrain", *alone, *fresh) == 0
+    assert "holds no generator: it starts from new weights" in capsys.readouterr().err
+    assert load_pretrained(second).network("generator").config.hidden_size == 10
+    a, b = (load_pretrained(p).network("discriminator").tensors for p in (export, second))
+    moved = max(float((a[name] - b[name]).abs().max()) for name in a)
+    assert 0 < moved < 0.1  # the trained weights, a few steps later
+
+
+def test_the_learning_rate_restarts_with_a_short_warmup(
+    capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
+) -> None:
+    """The recipe warms up for 10,000 steps, more than a continued run often has."""
+    run = tmp_path / "run"
+    assert electra("pretrain", *MICRO, "--corpus", corpus.path, "--quiet", "--out", run) == 0
+
+    def settings(*more: str | Path) -> dict[str, str]:
+        capsys.readouterr()
+        assert electra("pretrain", "small", "--out", tmp_path / "x", "--dry-run", *more) == 0
+        return dict(line.split(" = ") for line in capsys.readouterr().out.splitlines())
+
+    assert settings()["optim.warmup_percent"] == "None"
+    again = settings("--init", run)
+    assert (again["optim.warmup_percent"], again["optim.warmup_steps"]) == ("6.0", "10000")
+    assert again["optim.learning_rate"] == settings()["optim.learning_rate"]
+    own = settings("--init", run, "--optim.warmup-steps", "7")
+    assert (own["optim.warmup_percent"], own["optim.warmup_steps"]) == ("None", "7")
+    assert settings("--init", run, "--optim.warmup-percent", "1")["optim.warmup_percent"] == "1.0"
+    file = tmp_path / "a.toml"
+    file.write_text("[optim]\nlearning_rate = 1e-4\n")
+    assert settings("--init", run, "--config", file)["optim.warmup_percent"] == "6.0"
+    file.write_text("[optim]\nwarmup_steps = 5\n")
+    assert settings("--init", run, "--config", file)["optim.warmup_percent"] == "None"
+    stored = settings("--init", run, "--config", run / "config.json")
+    kept = json.loads((run / "config.json").read_text())["optim"]["warmup_percent"]
+    assert stored["optim.warmup_percent"] == str(kept)
+
+
 def test_other_settings_on_the_same_directory_are_listed(
     capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
 ) -> None:
