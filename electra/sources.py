@@ -180,9 +180,10 @@ class _Dump:
 # What stands in these elements is no prose.
 _ELEMENTS = "ref gallery math chem score timeline syntaxhighlight source imagemap hiero mapframe"
 _NAMES = "|".join(_ELEMENTS.split())
+# Every branch begins with a fixed character, so that the search can skip all others.
 _MARK = re.compile(
-    rf"\{{\{{|\}}\}}|\[\[|\]\]|^[ :]*\{{\||^ *\|\}}|<(?:{_NAMES})\b[^<>]*>|</(?:{_NAMES})\s*>",
-    re.MULTILINE | re.IGNORECASE,
+    r"\{\{|\}\}|\[\[|\]\]|\{\||\|\}(?!\})"
+    rf"|<(?P<begin>(?i:{_NAMES}))\b[^<>]*>|</(?P<end>(?i:{_NAMES}))\s*>"
 )
 _CLOSING = {"{{": "}}", "[[": "]]", "{|": "|}"}
 _LINK = re.compile(r"\[(?:https?:|ftp:)?//[^\s\[\]]+ ?([^\[\]\n]*)\]")
@@ -203,16 +204,20 @@ def plain_text(wikitext: str, hidden: set[str]) -> str:
     stack: list[tuple[str, list[str]]] = [("", [])]
     position = 0
     for mark in _MARK.finditer(wikitext):
-        stack[-1][1].append(wikitext[position : mark.start()])
+        token, start = mark[0], position
         position = mark.end()
-        token = mark[0].lower().strip(" :")
-        if token in _CLOSING or (token.startswith("<") and token[1] != "/"):
-            closing = _CLOSING.get(token) or f"</{re.findall('[a-z]+', token)[0]}>"
+        stack[-1][1].append(wikitext[start : mark.start()])
+        if begin := mark["begin"]:
+            closing = f"</{begin.lower()}>"
+        elif end := mark["end"]:
+            token, closing = f"</{end.lower()}>", None
+        else:
+            closing = _CLOSING.get(token)
+        if closing:
             if len(stack) < _DEPTH and not token.endswith("/>"):
                 stack.append((closing, [mark[0]]))
             continue
-        token = re.sub(r"\s", "", token)
-        if all(token != closing for closing, _ in stack):
+        if token not in [closing for closing, _ in stack]:
             continue
         while True:
             closing, parts = stack.pop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +75,13 @@ def language(documents: int, seed: int = 0) -> str:
             lines.append(" ".join(words) + " .")
         written.append("\n".join(lines))
     return "\n\n".join(written) + "\n"
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The command lines of a page's first block of them, without the program's name."""
+    text = (Path(__file__).parents[1] / "docs" / page).read_text(encoding="utf-8")
+    block = text.split("```sh\n")[1].split("```")[0]
+    return [shlex.split(line)[1:] for line in block.splitlines()]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SEQUENCE_LENGTH, SPECIAL, language
+from conftest import SEQUENCE_LENGTH, SPECIAL, commands_of, language
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,6 +150,35 @@ def test_training_goes_on_with_the_new_tokens(
     start = pretrained.network("discriminator").tensors[name]
     moved = (trained[name] - start).abs().amax(1)
     assert (moved[-4:] > 0).all()
+
+
+def test_the_commands_of_the_page(
+    model: Path,
+    domain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_bytes(domain.read_bytes())
+    assert model == tmp_path / "model"
+    short = ["--data.batch-size", "2", "--run.device", "cpu", "--run.threads", "1", "--quiet"]
+    length = ["--data.sequence-length", str(SEQUENCE_LENGTH), "--run.train-steps", "2"]
+    more = {
+        "prepare": ["--length", str(SEQUENCE_LENGTH), "--workers", "1"],
+        "pretrain": [*short, *length],
+    }
+    for command in commands_of("continue.md"):
+        if command[0] == "pretrain":  # a shorter run
+            command = command[: command.index("--run.train-steps")]
+        code = cli.run([*command, *more.get(command[0], [])])
+        assert code == 0, capsys.readouterr().err
+    adapted = hf.load_pretrained(tmp_path / "adapted-model")
+    wider = hf.load_pretrained(tmp_path / "wider")
+    assert adapted.needed_tokenizer().hash == wider.needed_tokenizer().hash
+    old = hf.load_pretrained(model)
+    assert adapted.network("generator").vocab_size > old.network("generator").vocab_size
 
 
 def test_rows_that_no_token_used_are_taken_first(model: Path, domain: Path, tmp_path: Path) -> None:

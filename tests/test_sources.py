@@ -17,13 +17,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import commands_of, language
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_text import COMPRESS, fails, read
 
 import electra.text
+from electra import cli
 from electra.corpus import prepare
 from electra.errors import EXIT_STOPPED, EXIT_USER, ElectraError, Stopped
+from electra.rundir import load_run
 from electra.sources import plain_text
 from electra.text import MAX_DOCUMENT, TextStats, expand_inputs, read_documents
 from electra.tokenizer import Tokenizer
@@ -234,6 +237,22 @@ def test_what_is_no_dump(
     path = tmp_path / "a.xml"
     path.write_text(text)
     fails(path, what)
+
+
+def test_the_commands_of_the_page_on_wikipedia(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pages = [page(f"Seite {i}", text) for i, text in enumerate(language(60).split("\n\n"))]
+    data = bz2.compress(dump(*pages, page("Elektra", ARTICLE)).encode())
+    (tmp_path / "dewiki-latest-pages-articles.xml.bz2").write_bytes(data)
+    short = ["--run.train-steps", "2", "--data.batch-size", "2", "--run.device", "cpu", "--quiet"]
+    sizes = ["--encoder.layers", "1", "--encoder.hidden-size", "64", "--encoder.ffn-size", "64"]
+    more = {"pretrain": [*short, *sizes, "--generator.depth", "1"], "prepare": ["--workers", "1"]}
+    for command in commands_of("wikipedia.md"):
+        code = cli.run([*command, *more.get(command[0], [])])
+        assert code == 0, capsys.readouterr().err
+    assert load_run(tmp_path / "run").step == 2
 
 
 @pytest.mark.parametrize(
