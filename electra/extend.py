@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import __version__
+from . import __version__, card
 from .errors import ElectraError
 from .hf import ExportReport, Network, export_networks, load_pretrained
 from .report import code
@@ -62,7 +62,7 @@ def extend(
     networks = tuple(_grow(network, old.vocab_size, pieces) for network in both if network)
     record = {"version": __version__, "extended_from": str(model), "tokens_added": len(chosen)}
     text = f"{code(model.name)} with {len(chosen):,} more tokens, not yet trained with them."
-    report = export_networks(networks, new, out, record, text)
+    report = export_networks(networks, new, out, record, card.Story({"Training": text}))
     before, after = (_tokens_per_word(words, tokenizer) for tokenizer in (old, new))
     return Extended(tuple(chosen), before, after, report)
 

@@ -349,7 +349,7 @@ def export_networks(
     out: Path,
     record: Any,
     story: card.Story,
-    license: str,
+    license: str = "unknown",
 ) -> ExportReport:
     """Write these networks; record goes into electra.json, story into the model cards."""
     record = {**record, "tokenizer_hash": tokenizer.hash}
