@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
@@ -799,6 +799,19 @@ class EnvCommand:
             print(f"{name:16} {value}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompletionCommand:
+    """Print the script with which a shell completes commands and flags at the Tab key."""
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+    """bash: eval "$(electra completion bash)"."""
+
+    def run(self) -> None:
+        named = (Annotated[cls, tyro.conf.subcommand(name)] for name, cls in COMMANDS.items())
+        every: Any = Union[tuple(named)]  # noqa: UP007
+        tyro.cli(every, prog="electra", args=["--tyro-print-completion", self.shell])
+
+
 Command = (
     TokenizerCommand
     | PrepareCommand
@@ -820,6 +833,7 @@ Command = (
     | UiCommand
     | DemoCommand
     | EnvCommand
+    | CompletionCommand
 )
 
 COMMANDS: dict[str, type[Command]] = {
@@ -843,6 +857,7 @@ COMMANDS: dict[str, type[Command]] = {
     "ui": UiCommand,
     "demo": DemoCommand,
     "env": EnvCommand,
+    "completion": CompletionCommand,
 }
 
 
