@@ -1,10 +1,11 @@
 # make demo   sets up, then trains, tries and compares a tiny ELECTRA on real text
 # make test   sets up, then runs the tests; make test-long runs those that take long
+# make docs   sets up, then builds the documentation into site/
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test test-long demo clean
+.PHONY: setup check test test-long docs demo clean
 
 setup: $(VENV)/.ready
 
@@ -27,8 +28,11 @@ test: setup
 test-long: setup
 	$(BIN)/python -m pytest -m long
 
+docs: setup
+	$(BIN)/sphinx-build -W -E docs site
+
 demo: setup
 	$(BIN)/electra demo
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) runs build site *.egg-info
