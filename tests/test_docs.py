@@ -109,6 +109,8 @@ def run(line: str, provide: Callable[[str], None]) -> None:
             provide(word.split("/")[0])
     if words[0] in ("make", "pip"):  # what set up the environment of this test
         parse(words)
+    elif {"serve", "ui"} & set(words):  # they do not end
+        parse(words[words.index("electra") :])
     elif words[0] == "electra" and not {"|", ">", "<", "&"} & set(words):
         few = FEW.get(words[1] if len(words) > 1 else "", "").split()
         try:
