@@ -279,7 +279,8 @@ def outcome(python: Path, line: str, seed: Path, spoil: Any = None) -> dict[str,
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             said = process.communicate()[0] + "\n(still running after 300 s, ended)"
-        said = said.replace(str(here), ".").replace(f"{python.parents[2]}/", "")
+        for place in (here, python.parents[2], ROOT):
+            said = said.replace(f"{place}/", "")
         lines = [text.strip() for text in said.splitlines() if text.strip()]
     return {
         "exit": process.returncode,

@@ -94,7 +94,7 @@ def looked_up(record: str, key: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("page", ["performance.md"])
+@pytest.mark.parametrize("page", ["comparison.md", "performance.md"])
 def test_figures_are_those_of_their_records(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     rows = re.findall(
