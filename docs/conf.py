@@ -70,7 +70,10 @@ def members(parent: ast.Module | ast.ClassDef) -> Iterator[str]:
 def fill_in(_app: Any, page: str, source: list[str]) -> None:
     """The reference; and a menu of the pages that are there."""
     if page == "api":
-        source[0] = re.sub(r"^- (\w+)$", lambda m: reference(m[1]), source[0], flags=re.M)
+        named = re.findall(r"^- (\w+)$", source[0], re.M)
+        others = {path.stem for path in PACKAGE.glob("*.py")} - {*named, "__main__"}
+        parts = [source[0].partition("\n- ")[0], *map(reference, [*named, *sorted(others)])]
+        source[0] = "\n\n".join(parts)
     elif page == "index":
         there = {path.stem for path in Path(__file__).parent.glob("*.md")}
         entry = re.compile(r"^[\w-]+$", re.M)
