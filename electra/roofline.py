@@ -20,7 +20,7 @@ Calibrated once. GPU: the floor from how the measured step of `small` on an H200
 batch (results/speed: 4.4 ms do not depend on it, in 734 kernels), the shares from the parts that
 the kinds had in the GPU time of a compiled prototype at batch 1,024 (products 35 %, attention 14 %,
 norms and GELU 23 %). A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M).
-CPU: from the CPU time of `small` and `tiny` in one thread (results/speed). docs/performance.md has
+CPU: from the CPU time of `small` and `tiny` in one thread (results/speed). docs/cost.md has
 measured and predicted values side by side; a test holds them to 25 %.
 """
 
