@@ -10,7 +10,8 @@ is bitwise repeatable. Each function has a fixed `config`; benchmarks/kernels.py
 """
 
 # pyright: basic, reportMissingImports=false, reportOptionalMemberAccess=false
-# pyright: reportInvalidTypeForm=false
+# pyright: reportInvalidTypeForm=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

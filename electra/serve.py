@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import __version__
-from .detect import _with_generator, encode, verdict
+from .detect import encode, verdict, with_generator
 from .encoder import DiscriminatorHead, Encoder, Rng
 from .errors import ElectraError
 from .features import TaskBatch, encode_texts, marked
@@ -138,7 +138,7 @@ def open_service(path: Path) -> Service:
     else:
         endpoints, facts = dict[str, Endpoint](), {"kind": "encoder"}
         try:
-            model = load_pretrained(_with_generator(path))
+            model = load_pretrained(with_generator(path))
             network = model.network("discriminator")
         except ElectraError as error:  # the encoder of another model may still be of use
             loaded, why = load_encoder(path), error.what.rstrip(".")

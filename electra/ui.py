@@ -34,7 +34,7 @@ from torch import Tensor
 from . import __version__, tasks
 from .config import ObjectiveConfig, PretrainConfig, from_dict, to_dict
 from .corruption import choose_positions, num_masked, sample
-from .detect import _probabilities, _with_generator, encode
+from .detect import _probabilities, encode, with_generator
 from .encoder import Block
 from .errors import EXIT_STOPPED, ElectraError
 from .features import encode_texts
@@ -43,7 +43,7 @@ from .finetune import predict
 from .hf import FineTuned, Pretrained, build_discriminator, build_generator, load_finetuned
 from .hf import load_pretrained as load
 from .randomness import Purpose, StepRng
-from .report import _CURVES, _is_finite, _read_pretraining, _read_results
+from .report import _CURVES, _is_finite, _read_results, read_pretraining
 from .rundir import differences
 from .runlog import read_metrics
 from .web import (  # also what is of starlette: it says so if that is missing
@@ -90,7 +90,7 @@ class Page:
     def __init__(self, model: Path | None, runs: Path, per_minute: int) -> None:
         self.path, self.folder = model, runs
         self.limits = Limits(bodies={"/api/upload": UPLOAD_BYTES}, per_minute=per_minute)
-        self.model = load(_with_generator(model)) if model else None
+        self.model = load(with_generator(model)) if model else None
         if self.model is not None:
             self.model.network("discriminator")
             self.model.needed_tokenizer()
@@ -511,7 +511,7 @@ def _summary(path: Path) -> Json:
         about: Json = {"kind": "fine-tuning", "recipe": run["task"], "newest": newest}
         done = run["state"] == "finished"
         return about | {"state": run["state"], "share": float(done), "warnings": []}
-    run = _read_pretraining(path, path.name)
+    run = read_pretraining(path, path.name)
     metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
     share = re.search(r"(\d+) %", run["state"])
     numbers = {name: run[key] for key, name in _CURVES.items() if _is_finite(run[key])}
