@@ -219,7 +219,7 @@ def test_export_makes_such_a_directory_on_demand(
     for name in ("modules.json", "sentence_bert_config.json"):
         (place / name).unlink(missing_ok=True)
     report = hf.ExportReport((place,), (), None)
-    monkeypatch.setattr(hf, "export_run", lambda *_: report)
+    monkeypatch.setattr(hf, "export_run", lambda *_, **__: report)
     command = ["export", "RUN", "--out", str(tmp_path / "out")]
     assert cli.run(command) == 0
     assert not (place / "modules.json").exists()
