@@ -77,7 +77,10 @@ _LIMITS = (
     "It knows the text it was trained on, with its errors and prejudices, and nobody tested what "
     "they do: test that before it decides about people."
 )
-_LEARNED = {"mlm_loss": "generator loss", "disc_auc": "AUC of replaced tokens"}
+_LEARNED = {
+    "mlm_loss": "generator, nats per masked token",
+    "disc_auc": "discriminator, AUC (0.5 is chance)",
+}
 
 
 class Story(NamedTuple):
@@ -124,6 +127,7 @@ import electra
 ```
 """
     sections = dict(story.sections)
+    settings = sections.pop("Settings", "")  # are long, and go to the end
     if story.picture:
         sections["How it learned"] = f"![learning curves]({PICTURE})"
     use = "It was trained for the task above, on texts like those of its training set."
@@ -133,6 +137,7 @@ import electra
         "in its text, by `--license` of the command that wrote it or in the lines at the top."
     )
     sections["Licence"] = unknown if license == "unknown" else f"{license}."
+    sections |= {"Settings": settings} if settings else {}
     parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]
     return "\n".join(["---", *lines, "---", "", first, *parts]).encode()
 

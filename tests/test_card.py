@@ -62,7 +62,7 @@ def test_the_card_of_a_run_says_what_the_run_was(
         assert told["seed"] == "7"
         assert "energy" not in read.content  # of a CPU nothing is known
         assert told["`optim.learning_rate`"] == "`0.003`"
-        assert 0 <= float(told["AUC of replaced tokens"]) <= 1
+        assert 0 <= float(told["discriminator, AUC (0.5 is chance)"]) <= 1
         assert (place / card.PICTURE).read_bytes().startswith(b"\x89PNG")
         assert f"({card.PICTURE})" in read.text
         loads = "ElectraForPreTraining" if kind == "discriminator" else "ElectraForMaskedLM"
