@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SEQUENCE_LENGTH, SPECIAL, commands_of, language
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from electra import cli, hf
@@ -96,6 +96,7 @@ def test_new_words_are_the_mean_of_their_pieces_and_old_text_stays(
         torch.testing.assert_close(logits[0][1], logits[1][1], rtol=0, atol=1e-6)
 
 
+@example(vocabulary=["a"], inside=["bca"], words=["ab"], other=["abca"])
 @settings(max_examples=150, deadline=None)
 @given(
     vocabulary=st.lists(

@@ -75,6 +75,7 @@ def in_tensorboard(directory: Path) -> Seen:
 def in_trackio(directory: Path) -> Seen:
     with sqlite3.connect(directory / "trackio" / "electra.db") as base:
         rows = base.execute("select run_name, step, metrics from metrics").fetchall()
+        assert base.execute("select count(distinct run_id) from metrics").fetchone() == (1,)
     assert {name for name, *_ in rows} == {identity(directory)}
     return {
         (name, step): float(value)
