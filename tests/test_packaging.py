@@ -17,7 +17,8 @@ import pytest
 from electra import __version__, cli
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("electra", "tests", "docs", "benchmarks", "results")
+FOLDERS = ("electra", "tests", "docs", "benchmarks", "results", "notebooks")
+PARTS = [name for name in FOLDERS if (ROOT / name).exists()]
 
 
 def backend(hook: str, source: Path, out: Path) -> Path:
