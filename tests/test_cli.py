@@ -72,7 +72,7 @@ def test_help_is_there_at_once_and_without_torch(command: str) -> None:
         "    print(*heavy & set(sys.modules), file=sys.stderr)\n"
     )
     seconds = []
-    for _ in range(5):
+    for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = child(code)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
