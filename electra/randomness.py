@@ -64,7 +64,7 @@ class StepRng(NamedTuple):
         key = self.bits(Purpose.DROPOUT + site, 1).int().view(-1, *[1] * (x.dim() - 1))
         element = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
         word = _hash32(element.view(1, *x.shape[1:]) ^ key)
-        kept = ((word >> 8) & 0xFFFFFF) >= int(p * 2**24)
+        kept = (word >> 8).bitwise_and_(0xFFFFFF) >= int(p * 2**24)
         return torch.where(kept, x / (1.0 - p), 0.0).to(x.dtype)
 
 
@@ -127,12 +127,13 @@ def philox(
 
 
 def _hash32(x: Tensor) -> Tensor:
-    """A bijective mix of int32 words (two multiply-xorshift rounds)."""
-    x = x ^ ((x >> 16) & 0xFFFF)
-    x = x * 0x7FEB352D
-    x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * -2073254261  # 0x846CA68B
-    return x ^ ((x >> 16) & 0xFFFF)
+    """A bijective mix of int32 words (two multiply-xorshift rounds), in place: x is overwritten."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= -2073254261  # 0x846CA68B
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
 def shuffled(position: np.ndarray, size: int, seed: int) -> np.ndarray:
