@@ -29,7 +29,12 @@ class Plan:
     state_bytes: int
     """Weights, gradients and both moments in float32, and bf16 working copies."""
     activation_bytes_per_sequence: int
-    """Roughly what one sequence keeps for the backward pass in bf16; half as much again in fp32."""
+    """Roughly what one sequence keeps for the backward pass in bf16; twice as much in fp32."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The flat float32 gradient of `optim.Adam`."""
+        return 4 * (self.discriminator_parameters + self.generator_parameters)
 
 
 def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:

@@ -117,22 +117,17 @@ class Model:
         rows = rows or d.batch_size
         micro = min(d.micro_batch or rows, rows, max(1, self.micro_batch(device)))
         whole, rest = divmod(rows, micro)
-        parameters = self.plan.discriminator_parameters + self.plan.generator_parameters
-        # Gradients gathered and widened, norm, weights and moments read and written.
-        seconds = _seconds([Kernels("traffic", 10, 0, 4.4 * parameters)], device)
+        # Gradients gathered and widened, norm, weights and moments read and written: 44 bytes each.
+        seconds = _seconds([Kernels("traffic", 10, 0, 1.1 * self.plan.gradient_bytes)], device)
         for count, size in ((whole, micro), (1, rest)):
             if size:
                 seconds += count * _seconds(self._step(size, device.itemsize), device)
         return rows * d.sequence_length / seconds
 
     def exchange(self, gpus: int, link: Link) -> float:
-        """Seconds in which a ring sums the flat float32 gradient of `optim.Adam`.
-
-        Each process sends its gradient twice but for its own part, in 2 (n - 1) hops.
-        """
-        parameters = self.plan.discriminator_parameters + self.plan.generator_parameters
+        """Seconds in which a ring sums the gradients: 2 (n - 1) hops, each with an n-th of them."""
         hops = 2 * (gpus - 1)
-        return hops / gpus * 4 * parameters / link.bandwidth + hops * link.latency
+        return hops * (self.plan.gradient_bytes / gpus / link.bandwidth + link.latency)
 
     def scaling(self, rate: float, gpus: int, link: Link) -> tuple[float, float]:
         """Share of `gpus` times the speed of one, without overlap and at best with it.
@@ -255,9 +250,8 @@ def scaling_table(
     model: Model, name: str, gpus: Sequence[int], measured: float | None
 ) -> Iterator[str]:
     """Speed on several devices with the batch of the recipe split between them."""
-    size = 4 * (model.plan.discriminator_parameters + model.plan.generator_parameters)
-    origin = "measured" if measured else "predicted too"
-    yield "predicted: speed of one (" + origin + f"), a ring that sums {size / 1e6:,.0f} MB"
+    origin, size = "measured" if measured else "predicted too", model.plan.gradient_bytes
+    yield f"predicted: speed of one ({origin}), a ring that sums {size / 1e6:,.0f} MB"
     yield f"{name} x  link                 exchange    tokens/s share  with overlap at best"
     batch = model.config.data.batch_size
     for n in gpus:
