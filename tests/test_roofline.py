@@ -70,6 +70,15 @@ def test_speed_and_memory_on_the_h200_are_within_a_quarter(name: str) -> None:
         assert memory / 2**30 == pytest.approx(row["peak_memory_gib"], rel=0.25)
 
 
+def test_the_compiled_step_of_the_profiles_is_within_a_quarter() -> None:
+    rows = json.loads((RESULTS / "speed" / "step_variants2_h200.json").read_text())
+    plain = [row for row in rows if row["variant"] == "plain"]
+    assert {row["batch"] for row in plain} == {128, 1024}
+    for row in plain:
+        model = model_of(from_dict(PretrainConfig, row["config"], where="record"))
+        close(model, H200, statistics.median(row["tokens_per_second"]))
+
+
 def test_the_speed_of_a_whole_run_is_within_a_quarter() -> None:
     model, measured = median_of_run("small-10-minutes")
     close(model, H200, measured)
