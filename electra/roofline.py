@@ -28,7 +28,7 @@ Calibrated once. GPU: the compiled step of `small` on an H200. The floor is how 
 the batch (results/speed: 3 to 4.4 ms do not depend on it, in 734 kernels), the shares are its GPU
 time by kind. A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M). Own
 kernels (`run.kernels`) are about a fifth faster than what is predicted here. CPU: the CPU time of
-`small` and `tiny` in one thread (results/speed). docs/performance.md has measured and predicted
+`small` and `tiny` in one thread (results/speed). docs/cost.md has measured and predicted
 values side by side; a test holds them to 25 %.
 >>>>>>> 2fcb1bb (The model of the hardware is held to the newest profiles too; what own kernels gain beyond it is said)
 """
