@@ -16,21 +16,12 @@ is one set of them for all GPUs and one for CPUs (`GPU`, `CPU`):
 | attention | the fused kernel; its backward pass computes the scores again               |
 | traffic   | layer norms, GELU, bias gradients, softmax and samples, embeddings, Adam    |
 
-<<<<<<< HEAD
-Calibrated once. GPU: the floor from how the measured step of `small` on an H200 grows with the
-batch (results/speed: 4.4 ms do not depend on it, in 734 kernels), the shares from the parts that
-the kinds had in the GPU time of a compiled prototype at batch 1,024 (products 35 %, attention 14 %,
-norms and GELU 23 %). A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M).
-CPU: from the CPU time of `small` and `tiny` in one thread (results/speed). docs/cost.md has
-measured and predicted values side by side; a test holds them to 25 %.
-=======
 Calibrated once. GPU: the compiled step of `small` on an H200. The floor is how its time grows with
 the batch (results/speed: 3 to 4.4 ms do not depend on it, in 734 kernels), the shares are its GPU
 time by kind. A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M). Own
 kernels (`run.kernels`) are about a fifth faster than what is predicted here. CPU: the CPU time of
 `small` and `tiny` in one thread (results/speed). docs/cost.md has measured and predicted
 values side by side; a test holds them to 25 %.
->>>>>>> 2fcb1bb (The model of the hardware is held to the newest profiles too; what own kernels gain beyond it is said)
 """
 
 from __future__ import annotations
