@@ -169,7 +169,7 @@ def _directory(model: Path) -> Path:
     found = [place for place in places if (place / "config.json").is_file()]
     if not found:
         what = "There is no exported model: no config.json here, in model or in discriminator."
-        fix = "of a run of `electra pretrain`, write one first: electra export RUN --out DIR"
+        fix = "give a run, an export, or a fine-tuned model"
         raise ElectraError(what, where=str(model), fix=fix)
     return found[0]
 

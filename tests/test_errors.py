@@ -453,7 +453,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("embed", "it is no model"): lambda p: [
         *("embed", "--model", p.here, "--input", p.text, "--out", p.here / "a.npy"),
     ],
-    ("onnx", "there is no exported model"): lambda p: ["onnx", "--model", p.made.run],
+    ("onnx", "there is no exported model"): lambda p: ["onnx", "--model", p.here],
     ("onnx", "data without int8"): lambda p: [
         *("onnx", "--model", p.made.tuned, "--data", p.made.table),
     ],

@@ -14,7 +14,7 @@ from conftest import SEQUENCE_LENGTH, SPECIAL, commands_of, language
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from electra import cli, hf
+from electra import card, cli, hf
 from electra.config import PretrainConfig
 from electra.corpus import Corpus, prepare
 from electra.errors import ElectraError
@@ -87,7 +87,7 @@ def test_new_words_are_the_mean_of_their_pieces_and_old_text_stays(
         mask, segment = torch.ones_like(x, dtype=torch.bool), torch.zeros_like(x)
         logits = [
             [
-                hf._logits(network, hf._build(network), x, segment, mask)[..., : max(1, first)]
+                hf._logits(network, network.modules, x, segment, mask)[..., : max(1, first)]
                 for network in (model.network("discriminator"), model.network("generator"))
             ]
             for model in (before, after)
@@ -193,7 +193,9 @@ def test_rows_that_no_token_used_are_taken_first(model: Path, domain: Path, tmp_
                 rows = torch.full((3, *tensors[name].shape[1:]), 7.0)
                 tensors[name] = torch.cat([tensors[name], rows])
         padded.append(replace(network, vocab_size=network.vocab_size + 3, tensors=tensors))
-    hf.export_networks(tuple(padded), before.needed_tokenizer(), tmp_path / "padded", {}, "")
+    hf.export_networks(
+        tuple(padded), before.needed_tokenizer(), tmp_path / "padded", {}, card.Story({})
+    )
     for tokens, rows in ((2, 3), (4, 4)):
         extend(tmp_path / "padded", [domain], tmp_path / "new", tokens=tokens)
         after = hf.load_pretrained(tmp_path / "new")

@@ -178,7 +178,12 @@ def test_one_text_where_two_are_read(run: tuple[Path, str]) -> None:
 def test_the_report_of_a_process(run: tuple[Path, str], tmp_path: Path) -> None:
     shown = in_a_process("report", run[0], "--out", tmp_path)
     assert "accuracy" in shown
-    assert {p.name for p in tmp_path.iterdir()} == {"report.md", "report.csv", "report.png"}
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "report.md",
+        "report.csv",
+        "report.png",
+        "report.html",
+    }
 
 
 def test_transformers_gives_the_same_answers(

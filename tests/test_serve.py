@@ -25,7 +25,7 @@ import torch
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from electra import hf, serve
+from electra import card, hf, serve
 from electra.config import EncoderConfig, GeneratorConfig, PretrainConfig
 from electra.detect import detect
 from electra.embed import embed
@@ -328,7 +328,7 @@ def test_what_a_model_cannot_do_is_404_with_the_reason(
         loaded = hf.load_encoder(models["detect"])
         tensors = {f"encoder.{n}": t for n, t in loaded.tensors.items()}
         network = hf.Network("encoder", loaded.config, loaded.vocab_size, tensors)
-        hf._write(model, network, loaded.tokenizer, "")
+        hf._write(model, network, loaded.tokenizer, card.Story({}), "unknown")
     server = server_of(model)
     can = {"pairs": {"classify"}, "encoder": set[str]()}.get(name, {name}) | {"embed"}
     (_, health), (_, openapi), (_, page), *found = ask(
