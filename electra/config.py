@@ -270,7 +270,8 @@ class RunConfig(Settings):
     cuda_graph: Literal["auto", "yes", "no"] = "auto"
     """Record the whole step as one CUDA graph; auto does so on one GPU."""
     kernels: Literal["auto", "yes", "no"] = "auto"
-    """Own kernels for whole blocks of the encoders; auto uses them on a GPU where they fit."""
+    """Own kernels for whole blocks of the encoders; auto uses them on an H100, H200 or B200 where
+    they fit."""
     deterministic: bool = False
     """Bit-equal repeats on a GPU as well (a CPU gives them for equal run.threads); slower."""
     threads: Count | None = None

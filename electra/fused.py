@@ -2,7 +2,7 @@
 
 Comes in: the hidden states and the tensors of a `Block`. Goes out: what `Block.forward` computes
 without dropout, and its gradients. Matrix products are cuBLAS's; everything between them is a
-kernel of `kernels`, and no product's output is read more than once in the forward pass:
+kernel of `kernels`:
 
     qkv = x Wᵀ + b │ o = attention(qkv) │ a = o Wᵀ + b │ s = x + a, h = LN(s)
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
@@ -38,7 +38,7 @@ def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
     return None if kernels.available() else "anything without Triton"
 
 
-# All ten tensors of a block, in this order, are `weights`:
+# All twelve tensors of a block, in this order, are `weights`:
 #   qkv.weight, qkv.bias, out.weight, out.bias, up.weight, up.bias, down.weight, down.bias in the
 #   working type, then the gains and biases of both layer norms in float32: attention, feed-forward.
 

@@ -499,6 +499,9 @@ def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime)
     reasons = [fused.unfit(config.data.sequence_length, e, runtime.dtype) for e in encoders]
     if runtime.device.type != "cuda":
         reasons.append("a device that is no GPU")
+    elif torch.cuda.get_device_capability(runtime.device)[0] not in (9, 10):
+        # Others, also newer ones for desktops, have too little memory on a multiprocessor.
+        reasons.append("GPUs other than H100, H200, B200 and their like")
     if any(e.dropout or e.attention_dropout for e in encoders):
         reasons.append("dropout")
     reason = next((r for r in reasons if r is not None), None)

@@ -326,6 +326,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("pretrain", "a CUDA graph without a GPU"): lambda p: p.pretrain(
         "--corpus", p.made.corpus, "--run.cuda-graph", "yes"
     ),
+    ("pretrain", "own kernels without a GPU"): lambda p: p.pretrain(
+        "--corpus", p.made.corpus, "--run.kernels", "yes"
+    ),
     ("pretrain", "gradients are not finite"): lambda p: p.pretrain(
         *("--corpus", p.made.corpus, "--run.train-steps", "12", "--optim.warmup-steps", "0"),
         *("--optim.learning-rate", "1e38", "--run.eval-every", "99"),

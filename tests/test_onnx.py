@@ -196,4 +196,4 @@ def test_what_has_no_form_in_onnx_is_refused(tokenizer: Tokenizer, tmp_path: Pat
     (tmp_path / "run").mkdir()
     with pytest.raises(ElectraError, match="no exported model") as caught:
         export_onnx(tmp_path / "run")
-    assert "electra export" in caught.value.fix
+    assert "a run, an export" in caught.value.fix
