@@ -9,11 +9,17 @@ BIN := $(VENV)/bin
 
 setup: $(VENV)/.ready
 
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
 # torch first and pinned: 2.13.0 is the tested release, and a looser range could bring another build.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.demo: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	$(INSTALL) --editable '.[dev]'
 	touch $@
 
 check: setup
@@ -31,7 +37,7 @@ test-long: setup
 docs: setup
 	$(BIN)/sphinx-build -W -E docs site
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/electra demo
 
 clean:
