@@ -194,10 +194,10 @@ def price(a: Arguments) -> dict[str, Any]:
         pretrain.pretrain(config, corpus, a.out / f"price-{run}-here", quiet=True)
         lines = read_metrics(a.out / f"price-{run}-here")
         train = [x for x in lines if x["kind"] == "train"]
-        passed = train[-1]["seconds"] - train[0]["seconds"]
-        seconds[run] = passed
+        passed = train[-1]["step"] - train[0]["step"]
+        seconds[run] = (train[-1]["seconds"] - train[0]["seconds"]) / passed
     checkpoint.Saver.save = save
-    step = seconds["unsaved"] / a.price_steps
+    step = seconds["unsaved"]
     return {
         "steps": a.price_steps,
         "save_every": every,
