@@ -5,9 +5,10 @@
 | entry         | figure                                                                          |
 |---------------|---------------------------------------------------------------------------------|
 | deterministic | 5 kills -9: weights and logged losses bit-equal to a run without; price in speed |
-| default       | two runs, and one killed, end within the spread of two runs                      |
+| default       | killed runs end within the spread of runs that were not                          |
 | memory        | a batch that does not fit is answered with a micro-batch that keeps it           |
-| price         | saves cost at most 2 % of the time, and each holds up training less than a step  |
+| price         | saves cost at most 2 % of the time, and each holds up training less than a step, |
+|               | on the clock of the GPU: the next step ends that much later than without a save  |
 
 Runs are `electra pretrain` in processes of their own. The record is reliability_gpu.json. Without
 a GPU the same entries run on the processor, `memory` excepted.
@@ -16,6 +17,7 @@ a GPU the same entries run on the processor, `memory` excepted.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -24,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +50,10 @@ class Arguments:
     """Of those that measure what saves cost."""
     batch: int = 128
     kills: int = 5
+    free: int = 6
+    """Runs without a kill in `default`, which tell the spread."""
+    again: int = 3
+    """Runs killed once in `default`."""
     only: tuple[str, ...] = ("deterministic", "default", "memory", "price")
 
 
@@ -82,9 +89,9 @@ def finish(a: Arguments, run: str, *more: str) -> None:
         subprocess.run(command(a, run, *more), check=True, stdout=log, stderr=log)
 
 
-def killed(a: Arguments, run: str, *more: str) -> int:
+def killed(a: Arguments, run: str, *more: str, seed: int = 0) -> int:
     """The same run, killed at random moments of its training; how often that was."""
-    draw, kills = random.Random(0), 0
+    draw, kills = random.Random(seed), 0
     with open(a.out / f"{run}.log", "a") as log:
         while kills < a.kills:
             before = steps_done(a.out / run)
@@ -140,11 +147,25 @@ def deterministic(a: Arguments) -> dict[str, Any]:
 
 
 def default(a: Arguments) -> dict[str, Any]:
-    for run in ("default-1", "default-2"):
-        finish(a, run)
-    kills = killed(replace(a, kills=1), "default-killed")
-    one, two, other = (outcome(a, f"default-{r}")[1][-1] for r in ("1", "2", "killed"))
-    return {"kills": kills, "final_losses": [one, two], "final_loss_killed": other}
+    """All at once: their time is not looked at."""
+    free = [f"default-{i}" for i in range(1, a.free + 1)]
+    again = [f"default-killed-{i}" for i in range(1, a.again + 1)]
+    one = replace(a, kills=1)
+    with ThreadPoolExecutor(a.free + a.again) as pool:
+        kills = [pool.submit(killed, one, run, seed=i) for i, run in enumerate(again)]
+        list(pool.map(lambda run: finish(a, run), free))
+    ends = {run: outcome(a, run)[1][-1] for run in (*free, *again)}
+    whole, rest = [ends[run] for run in free], [ends[run] for run in again]
+    return {
+        "kills": [done.result() for done in kills],
+        "final_losses": whole,
+        "final_losses_killed": rest,
+        "mean": statistics.mean(whole),
+        "standard_deviation": statistics.stdev(whole),
+        "mean_killed": statistics.mean(rest),
+        "within": min(whole) <= min(rest) and max(rest) <= max(whole),
+        "bit_equal": len({outcome(a, run)[0] for run in (*free, *again)}) == 1,
+    }
 
 
 def memory(a: Arguments) -> dict[str, Any]:
@@ -164,48 +185,62 @@ def memory(a: Arguments) -> dict[str, Any]:
 
 
 def price(a: Arguments) -> dict[str, Any]:
-    """The same steps with and without saves, and how long a save holds up the loop."""
+    """The same steps with and without saves, and how much later the steps after a save end."""
     from electra import checkpoint, pretrain
     from electra.config import PretrainConfig, from_dict, to_dict
     from electra.corpus import Corpus
     from electra.recipes import recipe
 
     held: list[float] = []
-    save = checkpoint.Saver.save
+    ends: list[Any] = []
+    save, step = checkpoint.Saver.save, pretrain.Trainer.step
+    on_gpu = torch.cuda.is_available()
 
-    def timed(self: Any, *args: Any) -> None:
+    def timed_save(self: Any, *args: Any) -> None:
         begin = time.perf_counter()
         save(self, *args)
         held.append(time.perf_counter() - begin)
 
-    checkpoint.Saver.save = timed  # type: ignore[method-assign]
-    corpus, seconds = Corpus.open(a.corpus), dict[str, float]()
+    def timed_step(self: Any) -> None:
+        step(self)
+        ends.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+        if on_gpu:
+            ends[-1].record()
+
+    checkpoint.Saver.save = timed_save  # type: ignore[method-assign]
+    pretrain.Trainer.step = timed_step  # type: ignore[method-assign]
+    corpus = Corpus.open(a.corpus)
     settings = to_dict(recipe(a.recipe))
     settings["encoder"] |= {"init": "local", "dropout": 0.0, "attention_dropout": 0.0}
     settings["optim"]["warmup_percent"] = 10.0
     settings["data"]["batch_size"] = a.batch
     settings["run"] |= {"train_steps": a.price_steps, "eval_every": a.price_steps}
     every = settings["run"]["save_every"]  # as users have it: each save ends before the next
+    took: dict[str, list[float]] = {}  # seconds of each step but the first
     for run, gap in (("unsaved", a.price_steps), ("saved", every)):
         settings["run"]["save_every"] = gap
         config = from_dict(PretrainConfig, settings, where=run)
         shutil.rmtree(a.out / f"price-{run}-here", ignore_errors=True)
         held.clear()
+        ends.clear()
         pretrain.pretrain(config, corpus, a.out / f"price-{run}-here", quiet=True)
-        lines = read_metrics(a.out / f"price-{run}-here")
-        train = [x for x in lines if x["kind"] == "train"]
-        passed = train[-1]["step"] - train[0]["step"]
-        seconds[run] = (train[-1]["seconds"] - train[0]["seconds"]) / passed
-    checkpoint.Saver.save = save
-    step = seconds["unsaved"]
+        took[run] = [
+            x.elapsed_time(y) / 1000 if on_gpu else y - x for x, y in itertools.pairwise(ends)
+        ]
+    checkpoint.Saver.save, pretrain.Trainer.step = save, step
+    median = statistics.median(took["unsaved"])
+    # Both runs write a line at the same steps; what is left is the save. took[s - 1] is step s + 1.
+    later = [y - x for x, y in zip(took["unsaved"], took["saved"], strict=True)]
+    saves = range(every, a.price_steps, every)
     return {
         "steps": a.price_steps,
         "save_every": every,
-        "saves": len(held),
-        "cost": seconds["saved"] / seconds["unsaved"] - 1,
-        "step_seconds": step,
-        "longest_save_in_steps": max(held[:-1], default=0.0) / step,
-        "median_save_in_steps": statistics.median(held) / step,
+        "saves": len(saves),
+        "cost": sum(took["saved"]) / sum(took["unsaved"]) - 1,
+        "step_seconds": median,
+        "next_step_later_in_steps": [later[s - 1] / median for s in saves],
+        "next_50_steps_later_in_steps": [sum(later[s - 1 : s + 49]) / median for s in saves],
+        "call_in_steps": [h / median for h in held[:-1]],
     }
 
 
