@@ -8,6 +8,7 @@ and its console stays empty.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import math
 import os
@@ -15,6 +16,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +96,10 @@ class Answer(NamedTuple):
 
 
 def ask(page: Page, path: str, given: Any = None, **headers: str) -> Answer:
+    return asyncio.run(asked(page, path, given, **headers))
+
+
+async def asked(page: Page, path: str, given: Any = None, **headers: str) -> Answer:
     """One request: a GET, or a POST of JSON or of bytes."""
     body = (
         b"" if given is None else given if isinstance(given, bytes) else json.dumps(given).encode()
@@ -114,19 +121,15 @@ def ask(page: Page, path: str, given: Any = None, **headers: str) -> Answer:
         "root_path": "",
     }
     said: list[Any] = []
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def talk() -> None:
-        waiting = [{"type": "http.request", "body": body, "more_body": False}]
+    async def receive() -> Any:
+        return waiting.pop() if waiting else await asyncio.Event().wait()
 
-        async def receive() -> Any:
-            return waiting.pop() if waiting else await asyncio.Event().wait()
+    async def send(message: Any) -> None:
+        said.append(message)
 
-        async def send(message: Any) -> None:
-            said.append(message)
-
-        await page.app(scope, receive, send)
-
-    asyncio.run(talk())
+    await page.app(scope, receive, send)
     start = said[0]
     found = {k.decode(): v.decode() for k, v in start["headers"]}
     return Answer(start["status"], found, b"".join(m.get("body", b"") for m in said[1:]))
@@ -270,6 +273,31 @@ def test_a_client_has_thirty_requests_a_minute(made: Made, runs: Path) -> None:
     answers = [ask(page, "/api/detect", {"text": "one"}).status for _ in range(62)]
     assert answers.count(429) >= 2  # the minute may change once on the way
     assert ask(page, "/api/runs").status == 200  # to look on is not counted
+
+
+def test_two_requests_are_computed_sixteen_wait_and_more_come_back_later(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), list[str]()
+
+    def slow(*given: Any) -> dict[str, Any]:
+        begun.append(given[1])
+        gate.wait(60)
+        return {}
+
+    async def together() -> list[int]:
+        tasks = [
+            asyncio.create_task(asked(page, "/api/detect", {"text": str(i)})) for i in range(20)
+        ]
+        refused, _ = await asyncio.wait(tasks, return_when="FIRST_COMPLETED", timeout=60)
+        assert {task.result().status for task in refused} == {503}
+        assert len(begun) <= 2
+        gate.set()
+        return sorted([answer.status for answer in await asyncio.gather(*tasks)])
+
+    monkeypatch.setattr("electra.ui.corrupt", slow)
+    assert asyncio.run(together()) == [200] * 18 + [503] * 2
+    assert ask(page, "/api/detect", {"text": "one"}).status == 200  # there is room again
 
 
 # ---------------------------------------------------------------------- runs
@@ -494,26 +522,71 @@ PATIENCE = 60_000  # ms: the machine may be busy
 TABS = ("detect", "runs", "tune", "explore")
 
 
+class Served(NamedTuple):
+    url: str
+    runs: Path
+    pid: int
+
+
 @pytest.fixture(scope="module")
-def address(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """`electra ui` as a user starts it, and its folder."""
+def served(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`electra ui` as a user starts it, its folder and its number."""
     runs = tmp_path_factory.mktemp("served") / "runs"
     shutil.copytree(made.run, runs / "first")
     shutil.copytree(made.run, runs / EVIL.replace("/", "⁄"))
     command = [sys.executable, "-m", "electra", "ui", "--model", str(made.run), "--runs", str(runs)]
     process = subprocess.Popen(
-        [*command, "--port", "0", "--per-minute", "1000"], stdout=subprocess.PIPE, text=True
+        [*command, "--port", "0", "--per-minute", "10000"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
         greeting = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", greeting)
         assert found, greeting
-        yield found[0], runs
+        yield Served(found[0], runs, process.pid)
     finally:
         process.terminate()
         assert process.wait(30) == 75
         process.stdout.close()
+
+
+def test_a_thousand_requests_are_answered_soon_and_leave_nothing_behind(served: Served) -> None:
+    bodies = (
+        (json.dumps({"text": TEXT}), 200),
+        (json.dumps({"text": TEXT, "masked": [1]}), 200),
+        (json.dumps({"text": "x" * 2001}), 413),
+        (json.dumps({"text": "x" * (64 << 10)}), 413),
+        ("{", 400),
+    )
+    seconds: list[float] = []
+
+    def memory() -> int:
+        status = Path(f"/proc/{served.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+) kB", status)[0]) // 1024  # MB
+
+    def client(requests: int) -> None:
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=120)
+        for number in range(requests):
+            body, status = bodies[number % len(bodies)]
+            begin = time.monotonic()
+            kind = {"content-type": "application/json"}
+            connection.request("POST", "/api/detect", body, kind)
+            response = connection.getresponse()
+            told = response.read().decode()
+            assert response.status == status, told
+            assert "Traceback" not in told
+            if status == 200:
+                seconds.append(time.monotonic() - begin)
+        connection.close()
+
+    client(20)
+    before = memory()
+    seconds.clear()
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(client, [100] * 10))
+    assert len(seconds) == 400
+    assert sorted(seconds)[379] < 2  # the 95th percentile; each takes some milliseconds
+    assert memory() - before < 50
 
 
 @pytest.fixture(scope="module")
@@ -528,7 +601,7 @@ def chromium() -> Iterator[Any]:
 
 
 @pytest.fixture
-def open_page(chromium: Any, address: tuple[str, Path]) -> Iterator[Any]:
+def open_page(chromium: Any, served: Served) -> Iterator[Any]:
     """Opens the page; afterwards nothing was asked elsewhere and the console is empty."""
     asked: list[str] = []
     told: list[str] = []
@@ -546,7 +619,7 @@ def open_page(chromium: Any, address: tuple[str, Path]) -> Iterator[Any]:
         page.on("response", lambda answer: answer.ok or refused.append(answer.url))
         page.on("pageerror", lambda error: told.append(str(error)))
         page.on("dialog", lambda dialog: told.append(dialog.message))
-        page.goto(f"{address[0]}/{tab and '#' + tab}")
+        page.goto(f"{served.url}/{tab and '#' + tab}")
         page.wait_for_selector("body[data-ready]")
         return page
 
@@ -558,7 +631,7 @@ def open_page(chromium: Any, address: tuple[str, Path]) -> Iterator[Any]:
     assert [text for text in told if not text.startswith("Failed to load resource")] == []
     assert len(told) == len(refused)
     assert asked
-    assert {urlsplit(url).netloc for url in asked} == {urlsplit(address[0]).netloc}
+    assert {urlsplit(url).netloc for url in asked} == {urlsplit(served.url).netloc}
 
 
 def test_tabs_masks_and_alternatives_by_keyboard(open_page: Any) -> None:
@@ -630,11 +703,11 @@ def test_dark_and_light(open_page: Any) -> None:
         assert (brightness(page) > 0.5) == (scheme == "dark")  # it is remembered
 
 
-def test_a_curve_grows_while_its_run_does(open_page: Any, address: tuple[str, Path]) -> None:
+def test_a_curve_grows_while_its_run_does(open_page: Any, served: Served) -> None:
     from playwright.sync_api import expect
 
-    run = address[1] / "growing"
-    shutil.copytree(address[1] / "first", run)
+    run = served.runs / "growing"
+    shutil.copytree(served.runs / "first", run)
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:4]))
     page = open_page(tab="runs")
@@ -657,7 +730,7 @@ def test_a_curve_grows_while_its_run_does(open_page: Any, address: tuple[str, Pa
 
 
 def test_a_table_goes_in_and_a_classifier_comes_out(
-    open_page: Any, address: tuple[str, Path], tmp_path: Path
+    open_page: Any, served: Served, tmp_path: Path
 ) -> None:
     from playwright.sync_api import expect
 
@@ -695,7 +768,7 @@ def test_a_table_goes_in_and_a_classifier_comes_out(
         archive.extractall(tmp_path)
     tuned = hf.load_finetuned(tmp_path / "sentences-b-1")
     assert set(tuned.task.labels) == {"many", EVIL}
-    assert not list(address[1].parent.glob("*.csv"))
+    assert not list(served.runs.parent.glob("*.csv"))
 
 
 def test_a_phone_shows_everything_without_scrolling_sideways(open_page: Any) -> None:
