@@ -69,7 +69,7 @@ class Saver:
         self.directory, self.keep, self.on_full = directory, keep, on_full
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._copies: dict[int, Tensor] = {}  # place of a buffer -> its bytes
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(".tmp-*"):
@@ -83,17 +83,11 @@ class Saver:
         self.wait()
         # Whole buffers are copied, a few long ones, into memory that stays for the next save, and
         # taken apart in the thread: many copies would hold up the training for longer than a step.
-        buffers = {
-            buffer.data_ptr(): buffer
-            for group in tensors.values()
-            for buffer in (t.untyped_storage() for t in group.values())
-        }
-        if {k: b.nbytes() for k, b in self._copies.items()} != {
-            k: b.nbytes() for k, b in buffers.items()
-        }:
-            self._copies = {
-                k: torch.UntypedStorage(b.nbytes(), device=b.device) for k, b in buffers.items()
-            }
+        storages = {t.untyped_storage() for group in tensors.values() for t in group.values()}
+        buffers = {storage.data_ptr(): _whole(storage) for storage in storages}
+        sizes = {place: len(buffer) for place, buffer in buffers.items()}
+        if {place: len(copy) for place, copy in self._copies.items()} != sizes:
+            self._copies = {place: torch.empty_like(b) for place, b in buffers.items()}
         for place, copy in self._copies.items():
             copy.copy_(buffers[place], non_blocking=True)
         copies, ready = self._copies, None
@@ -122,7 +116,7 @@ class Saver:
         self,
         step: int,
         tensors: Tensors,
-        copies: dict[int, torch.UntypedStorage],
+        copies: dict[int, Tensor],
         ready: torch.cuda.Event | None,
         state: dict[str, Any],
     ) -> None:
@@ -135,7 +129,9 @@ class Saver:
             def copied(t: Tensor) -> Tensor:
                 buffer = copies[t.untyped_storage().data_ptr()]
                 view = torch.empty(0, dtype=t.dtype)
-                return view.set_(buffer, t.storage_offset(), t.shape, t.stride()).contiguous()
+                return view.set_(
+                    buffer.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+                ).contiguous()
 
             tensors = {f: {n: copied(t) for n, t in g.items()} for f, g in tensors.items()}
             for name, tensor in (item for group in tensors.values() for item in group.items()):
@@ -164,6 +160,11 @@ class Saver:
                 os.replace(path, doomed)
             fault_point("during_prune")
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _whole(storage: torch.UntypedStorage) -> Tensor:
+    """Its bytes as a tensor: a storage that is copied lets no other thread of Python run."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[str, Any]) -> Path:
