@@ -47,7 +47,7 @@ NotNegative = Annotated[float, _Rule(lambda v: 0 <= v < math.inf, "0 or a positi
 Portion = Annotated[float, _Rule(lambda v: 0 <= v < 1, "a number from 0 to below 1")]
 Percent = Annotated[float, _Rule(lambda v: 0 <= v <= 100, "a percentage from 0 to 100")]
 MaskPercent = Annotated[
-    float, _Rule(lambda v: 0 < v < 100, "a percentage such as 15 (paper), or 25 for large")
+    float, _Rule(lambda v: 0.001 <= v < 100, "a percentage such as 15 (paper), or 25 for large")
 ]
 Length = Annotated[int, _Rule(lambda v: v >= 8, "at least 8")]
 LICENSE = _Rule(
@@ -402,10 +402,10 @@ class PretrainConfig:
     @property
     def masked_slots(self) -> int:
         """M: the most positions that are chosen in one sequence (a static shape)."""
-        p, n = self.objective.mask_percent / 100, self.data.sequence_length
+        n = self.data.sequence_length
         if self.objective.mask_count == "round":
-            return max(1, int((p + 0.005) * n))
-        return math.ceil(round(p * n, 6))
+            return max(1, int((self.objective.mask_percent / 100 + 0.005) * n))
+        return -(-n * round(self.objective.mask_percent * 1000) // 100_000)  # as num_masked
 
     @property
     def switch_step(self) -> int | None:

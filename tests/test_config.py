@@ -244,6 +244,7 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("generator.sharing", GeneratorConfig, {"sharing": "all"}),
     ("generator.temperature", GeneratorConfig, {"temperature": 0.0}),
     ("objective.mask_percent", ObjectiveConfig, {"mask_percent": 0.0}),
+    ("objective.mask_percent", ObjectiveConfig, {"mask_percent": 1.2e-07}),
     ("objective.mask_percent", ObjectiveConfig, {"mask_percent": 100.0}),
     (
         "objective.mask_token_percent",
