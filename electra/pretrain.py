@@ -358,6 +358,9 @@ class Trainer:
         # A GPU is fed many steps ahead so that it never waits for Python.
         self.block_steps = 32 if runtime.device.type == "cuda" else 1
         device = runtime.device
+        self.seed: int | Tensor = config.run.seed
+        if runtime.compiled:  # what was compiled for one seed is found again by the others
+            self.seed = torch.tensor(config.run.seed % 2**32, device=device)
         self.slot = torch.zeros((), dtype=torch.int64, device=device)  # place in the block
         self.counter = torch.zeros((), dtype=torch.int64, device=device)  # steps done
         self.rates = torch.zeros(self.block_steps, device=device)
@@ -374,7 +377,7 @@ class Trainer:
         assert self.block is not None
         for i, rows in enumerate(self.micro_batches):
             batch = self.block.batch(self.slot, rows, self.config)
-            rng = StepRng(self.config.run.seed, self.counter, self.row[rows])
+            rng = StepRng(self.seed, self.counter, self.row[rows])
             losses = self.forward(batch, rng)
             grads = torch.autograd.grad(
                 losses.total,

@@ -37,7 +37,7 @@ class Purpose(enum.IntEnum):
 class StepRng(NamedTuple):
     """The key of one step: draws for the rows `rows` of its global batch."""
 
-    seed: int
+    seed: int | Tensor  # as a () int64 tensor it is no constant of what is compiled
     step: Tensor  # () int64
     rows: Tensor  # (B,) int64, place of each sequence in the global batch
 
@@ -112,7 +112,7 @@ class SeededDropout:
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 of a counter of four 32-bit words (int64 tensors) under a two-word key."""
     c0, c1, c2, c3 = counter

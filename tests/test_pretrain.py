@@ -11,6 +11,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -873,6 +874,28 @@ def test_an_epoch_of_batches_is_every_sequence_once(
     for row in seen:
         every.remove(row)
     assert len(every) == left_over
+
+
+def test_what_is_compiled_for_one_seed_serves_the_others(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(loop.torch, "compile", partial(torch.compile, backend=backend))
+    here = replace(runtime(), compiled=True)
+    for seed in (0, 1):
+        torch._dynamo.reset()
+        config = replace(micro, run=replace(micro.run, seed=seed))
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        trainer.load_block(0, [1e-3])
+        trainer.train_step()
+    assert len(traced) == 2
+    assert traced[0] == traced[1]
 
 
 def test_blocks_of_any_size_hold_the_same_batches(micro: PretrainConfig, corpus: Corpus) -> None:

@@ -56,6 +56,13 @@ def test_bits_are_philox_of_row_block_and_step_under_seed_and_purpose() -> None:
         assert bits[i].tolist() == words[:6]
 
 
+def test_a_seed_draws_the_same_as_a_number_and_as_a_tensor() -> None:
+    for seed in (0, 13, 2**32 - 1, 2**40 + 5):
+        number = draws(seed, rows=3).bits(Purpose.SAMPLE, 9)
+        tensor = StepRng(torch.tensor(seed % 2**32), torch.tensor(0), torch.arange(3))
+        assert torch.equal(number, tensor.bits(Purpose.SAMPLE, 9))
+
+
 def test_a_row_draws_the_same_however_the_batch_is_split() -> None:
     whole = draws(rows=7).bits(Purpose.POSITIONS, 11)
     parts = [draws(rows=rows).bits(Purpose.POSITIONS, 11) for rows in ([0, 1], [2, 3, 4, 5], [6])]
