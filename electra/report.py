@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -364,22 +365,19 @@ def _study_table(study: _Study) -> list[str]:
     paper = PAPER.get(study.name, {})
     # The row that is ELECTRA itself, where the study has one, else the first.
     first = min(study.rows, key=lambda label: bool(study.rows[label][0]["differs"]), default="")
-    scores = study.rows.get(first, [])
-    reference = {cell["seed"]: cell["score"] for cell in scores if "score" in cell}
     head = ["setting", "seeds", "mean over tasks", f"minus {code(first)}", "paper"]
     head += [*map(code, study.tasks), "FLOPs", "steps", "MLM accuracy", "AUC"]
     rows: list[list[str]] = []
     for label, cells in study.rows.items():
         done = [cell for cell in cells if "score" in cell]
-        # Seeds share the order of the text and the masks, so they are compared in pairs.
-        gaps = [c["score"] - reference[c["seed"]] for c in done if c["seed"] in reference]
         medians = [spread([c["scores"][task]["median"] for c in done]) for task in study.tasks]
         row = [
             code(label),
             f"{len(done)} of {len(cells)}",
             str(spread(_values(done, "score")) or _NONE),
         ]
-        row += [_NONE if label == first else str(spread(gaps) or _NONE), paper.get(label, _NONE)]
+        gap = None if label == first else _gap(study, label, first)
+        row += [str(gap or _NONE), paper.get(label, _NONE)]
         row += [_percent(m and m.mean) for m in medians]
         row += [f"{cells[0]['flops']:.3g}", f"{cells[0]['steps']:,}"]
         accuracy, auc = (spread(_values(done, key)) for key in ("mlm_accuracy", "disc_auc"))
@@ -395,7 +393,39 @@ def _study_table(study: _Study) -> list[str]:
         if "score" not in cell
     ]
     title = f"## Study {code(study.name)} in {code(study.title)}"
-    return [title, "", *table(head, rows), "", said, "", *troubles, *[""] * bool(troubles)]
+    lines = [title, "", *table(head, rows), "", said, "", *_paper_order(study)]
+    return [*lines, *troubles, *[""] * bool(troubles)]
+
+
+def _gap(study: _Study, label: str, other: str) -> Spread | None:
+    """How far a setting is above another one: the seeds share text and masks, so pair by pair."""
+    ours, theirs = (
+        {cell["seed"]: cell["score"] for cell in study.rows.get(key, []) if "score" in cell}
+        for key in (label, other)
+    )
+    return spread([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+
+
+def _paper_order(study: _Study) -> list[str]:
+    """What our differences say of every two settings that the paper has in an order."""
+    paper = {
+        label: float(score)
+        for label, score in PAPER.get(study.name, {}).items()
+        if label in study.rows and re.fullmatch(r"[\d.]+", score)
+    }
+    rows: list[list[str]] = []
+    for above, below in itertools.permutations(paper, 2):
+        if paper[above] > paper[below] and (gap := _gap(study, above, below)):
+            verdict = "too few seeds to say"
+            if gap.half is not None:
+                low, high = gap.mean - gap.half, gap.mean + gap.half
+                verdict = "held" if low > 0 else "the reverse" if high < 0 else "not shown"
+            theirs = f"{paper[above] - paper[below]:.1f}"
+            rows.append([f"{code(above)} above {code(below)}", theirs, str(gap), verdict])
+    if not rows:
+        return []
+    head = ["the paper's order", "by", "here, 95 % confidence interval", "verdict"]
+    return [*table(head, rows), ""]
 
 
 def _study_runs(study: _Study) -> list[_Run]:

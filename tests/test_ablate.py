@@ -580,6 +580,27 @@ def test_the_report_has_the_numbers_computed_by_hand(study: Path) -> None:
     assert " | minus `ELECTRA` | " in lines[2]
 
 
+def test_the_report_says_of_the_papers_order_what_the_seeds_show(
+    study: Path, tmp_path: Path
+) -> None:
+    # 0.01, 0.01 and 0.03 apart, as computed above; a row without scores is not in it.
+    lines = [line for line in report([study]).splitlines() if " above " in line]
+    assert lines == ["| `ELECTRA` above `BERT` | 2.8 | 1.7 ± 1.2 (-1.2 to 4.5) | not shown |"]
+    values = {"none": (0.30, 0.32), "token embeddings": (0.40, 0.42), "all weights": (0.1, 0.12)}
+    cells = [
+        a_cell(label, seed, {"cola": [0, value, 1], "rte": [0, 0.5, 1]})
+        for label, both in values.items()
+        for seed, value in enumerate(both)
+    ]
+    shown = report([a_study(tmp_path / "clear", cells, "sharing")])
+    assert "| `token embeddings` above `none` | 0.7 | 5.0 ± 0.0 (5.0 to 5.0) | held |" in shown
+    assert (
+        "| `all weights` above `none` | 0.8 | -10.0 ± 0.0 (-10.0 to -10.0) | the reverse |" in shown
+    )
+    alone = report([a_study(tmp_path / "alone", cells[::2], "sharing")])
+    assert "| `token embeddings` above `none` | 0.7 | 5.0 | too few seeds to say |" in alone
+
+
 def test_without_a_row_of_electra_the_first_one_is_compared_with(tmp_path: Path) -> None:
     cells = [
         a_cell(label, 0, {"cola": [0, value, 1], "rte": [0, 0.5, 1]})
