@@ -59,7 +59,7 @@ from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus, prepare
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.files import exclusive
-from electra.objectives import Batch, Predictions, ReplacedTokenDetection
+from electra.objectives import Batch, Corruption, ReplacedTokenDetection
 from electra.pretrain import pretrain
 from electra.randomness import Purpose, StepRng
 from electra.runlog import read_metrics
@@ -579,28 +579,32 @@ def several(rank: int, world: int, work: Path, out: Path, values: Any, stop_at: 
         meet = f"file://{out}-{stop_at}.meet"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
     rows: dict[str, tuple[str, str]] = {}
-    predict = ReplacedTokenDetection.predict
+    corrupt = ReplacedTokenDetection.corrupt
 
     def noted(
-        self: ReplacedTokenDetection, batch: Batch, rng: StepRng, *, training: bool = False
-    ) -> Predictions:
-        p = predict(self, batch, rng, training=training)
+        self: ReplacedTokenDetection, batch: Batch, rng: StepRng, *, training: bool
+    ) -> Corruption:
+        p = corrupt(self, batch, rng, training=training)
         if training:
             draws = rng.uniform(Purpose.SAMPLE, p.m.at.shape[1])
             inputs = (batch.x, batch.segment, p.m.at, p.m.valid, p.x_masked, draws)
             for i, row in enumerate(rng.rows.tolist()):
                 content = b"".join(part[i].numpy().tobytes() for part in inputs)
-                corrupt = p.x_corrupt[i].numpy().tobytes()
-                digests = (hashlib.sha256(b).hexdigest()[:16] for b in (content, corrupt))
+                replaced = p.x_corrupt[i].numpy().tobytes()
+                digests = (hashlib.sha256(b).hexdigest()[:16] for b in (content, replaced))
                 rows[f"{int(rng.step)}/{row}"] = tuple(digests)  # type: ignore[assignment]
             if rank == 0 and int(rng.step) + 1 == stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
         return p
 
-    ReplacedTokenDetection.predict = noted  # type: ignore[method-assign]
+    ReplacedTokenDetection.corrupt = noted  # type: ignore[method-assign]
     config = from_dict(PretrainConfig, values, where="reliability")
-    with suppress(Stopped):
+    stopped = False
+    try:
         pretrain(config, Corpus.open(work / "corpus"), out, quiet=True)
+    except Stopped:
+        stopped = True
+    assert stopped == (stop_at > 0), "the request to stop was not made, or not heard"
     (work / f"rows-{out.name}-{stop_at}-{rank}.json").write_text(json.dumps(rows))
 
 
@@ -624,6 +628,7 @@ def r6(work: Path, scale: float) -> Seen:
     whole = work / "whole"
     mp.spawn(several, (1, work, whole, values, 0), nprocs=1)  # type: ignore[attr-defined]
     one, expected = rows_of(work, whole), train_losses(whole)
+    assert len(one) == steps * values["data"]["batch_size"], f"{len(one)} rows were noted"
     found: list[dict[str, Any]] = []
     for trial in range(many(2, scale)):
         out = work / f"run-{trial}"
