@@ -31,7 +31,11 @@ test: setup
 	$(BIN)/python -m pytest -n 2 -m 'not alone and not long'
 	$(BIN)/python -m pytest -m 'alone and not long'
 
-test-long: setup
+$(VENV)/.long: $(VENV)/.ready
+	$(INSTALL) --editable '.[dev,ray]' accelerate
+	touch $@
+
+test-long: $(VENV)/.long
 	$(BIN)/python -m pytest -m long
 
 docs: setup
