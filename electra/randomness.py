@@ -2,7 +2,7 @@
 
 Nothing here has a state: the mask of row 7 at step 1000 is the same on a CPU and on a GPU, in one
 process and in eight, in the first run and after a resume. The bits are Philox4x32-10 (Salmon et
-al. 2011) written in int64 tensor operations, whose low 64 bits wrap exactly like unsigned ones;
+al. 2011) written in int64 tensor operations, none of which leaves 64 bits;
 `step` may be a device tensor, so that a recorded CUDA graph draws new numbers at every replay.
 """
 
@@ -118,12 +118,21 @@ def philox(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        product_0, product_1 = c0 * _ROUND_0, c2 * _ROUND_1
-        high_0, low_0 = (product_0 >> 32) & _WORD, product_0 & _WORD
-        high_1, low_1 = (product_1 >> 32) & _WORD, product_1 & _WORD
+        (high_0, low_0), (high_1, low_1) = _product(c0, _ROUND_0), _product(c2, _ROUND_1)
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
         k0, k1 = (k0 + _WEYL_0) & _WORD, (k1 + _WEYL_1) & _WORD
     return c0, c1, c2, c3
+
+
+def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low word of a product of 32-bit words, in steps that stay below 2^49.
+
+    In one step it would run over int64, which wraps when PyTorch does it and is whatever the C++
+    compiler makes of it when that was compiled for a CPU.
+    """
+    upper, lower = (x >> 16) * factor, (x & 0xFFFF) * factor
+    middle = upper + (lower >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (lower & 0xFFFF)
 
 
 def _hash32(x: Tensor) -> Tensor:

@@ -183,3 +183,21 @@ def test_dropout_keeps_the_type_and_passes_the_gradient_where_it_keeps() -> None
     assert y.dtype == torch.float64
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_compiled_draws_the_same(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+    def both(step: Tensor, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        rng = StepRng(7, step, rows)
+        return rng.bits(Purpose.SAMPLE, 37), rng.dropout(x, 0.3, 5) == 0
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=False)
+    rows, x = torch.arange(9), torch.randn(9, 33, 17)
+    for step in (0, 1, 3, 2**33):
+        expected = both(torch.tensor(step), rows, x)
+        given = (torch.tensor(step, device=device), rows.to(device), x.to(device))
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, compiled(*given), strict=True))

@@ -35,7 +35,7 @@ import sys
 from pathlib import Path
 from electra.corpus import prepare
 from electra.errors import ElectraError, Stopped
-from electra.runtime import StopRequest
+from electra.errors import StopRequest
 from electra.tokenizer import Tokenizer
 text, vocabulary, out, cluster = sys.argv[1:]
 try:
