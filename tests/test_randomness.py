@@ -186,6 +186,7 @@ def test_dropout_keeps_the_type_and_passes_the_gradient_where_it_keeps() -> None
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler itself
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_compiled_draws_the_same(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
