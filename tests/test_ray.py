@@ -218,8 +218,8 @@ def test_a_piece_that_kills_every_worker_ends_the_command_and_it_goes_on_later(
     node, out = cluster.add(), tmp_path / "out"
     process = cluster.start(text, out)
     wait_for(process, lambda: shards(out) >= 3, "some shards were full")
-    end = time.monotonic() + PATIENCE
-    while process.poll() is None and time.monotonic() < end:
+    late = time.monotonic() + PATIENCE
+    while process.poll() is None and time.monotonic() < late:
         for worker in node.building():
             worker.kill()
     code, errors = end(process)
