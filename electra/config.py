@@ -272,6 +272,9 @@ class RunConfig(Settings):
     kernels: Literal["auto", "yes", "no"] = "auto"
     """Own kernels for whole blocks of the encoders; auto uses them on an H100, H200 or B200 where
     they fit."""
+    sharding: Literal["none", "optimizer"] = "none"
+    """With several processes, optimizer: each has a share of Adam's moments and updates that share
+    of the weights; the same run in less memory."""
     deterministic: bool = False
     """Bit-equal repeats on a GPU as well (a CPU gives them for equal run.threads); slower."""
     threads: Count | None = None

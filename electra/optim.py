@@ -2,14 +2,17 @@
 
 All parameters live in one flat float32 buffer, the moments and gradients in three more of the same
 layout. One step is then a handful of operations on long vectors instead of several per tensor, the
-global norm is one reduction, data parallelism is one all-reduce, and all of it can be recorded in a
-CUDA graph. In a bf16 run the linear layers compute with bfloat16 copies refreshed after each step.
+global norm is one reduction, processes exchange a few long pieces (`exchange.py`), and all of it
+can be recorded in a CUDA graph. In a bf16 run the linear layers compute with bfloat16 copies
+refreshed after each step.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +20,9 @@ from torch import Tensor, nn
 
 from .config import OptimConfig
 from .errors import CorruptError
+from .exchange import _ALIGN, Exchange
 
 _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
-_ALIGN = 64  # elements: every tensor starts on a boundary that vector units and GPUs like
 
 
 class _Slot(NamedTuple):
@@ -51,9 +54,11 @@ class Adam:
         *,
         working_dtype: torch.dtype = torch.float32,
         multipliers: Mapping[str, float] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1."""
         self.config = config
+        self.exchange = exchange or Exchange()
         named = dict(module.named_parameters())
         device = next(iter(named.values())).device
         working = {
@@ -74,9 +79,11 @@ class Adam:
                     start += -(-parameter.numel() // _ALIGN) * _ALIGN
             bounds.append(start)
         self._working = slice(bounds[1], bounds[3])
-        self.master = torch.zeros(start, device=device)
-        self.grad, self.m, self.v = (torch.zeros_like(self.master) for _ in range(3))
-        self._buffers = (self.master, self.grad, self.m, self.v)
+        self.master = torch.zeros(self.exchange.padded(start), device=device)
+        self.grad = torch.zeros_like(self.master)
+        self.m, self.v = (
+            torch.zeros(len(self.master) // self.exchange.shares, device=device) for _ in "mv"
+        )
         self._shadow = self.master[self._working].to(working_dtype)
         for slot in self.slots:
             parameter = named[slot.name]
@@ -107,18 +114,35 @@ class Adam:
         self.good_norms = torch.zeros(_WINDOW, device=device)  # the last ones, as a ring
         self.good_steps = torch.zeros_like(self.bad_steps)
         self.spikes = torch.zeros_like(self.bad_steps)
+        self._whole = {"model": self.master, "m": self.m, "v": self.v}
+        if self.exchange.shares > 1:  # brought together in the host's memory, for a checkpoint
+            self._whole |= {key: torch.zeros(len(self.master)) for key in ("m", "v")}
         self._state = {
             key: {slot.name: slot.of(flat) for slot in self.slots}
-            for key, flat in (("model", self.master), ("m", self.m), ("v", self.v))
+            for key, flat in self._whole.items()
         }
         # False while a CUDA graph is recorded: the step runs and changes nothing.
         self.live = torch.ones((), dtype=torch.bool, device=device)
         self._refresh()
+        # Which pieces of the gradient a parameter lies in; the last one to arrive completes it.
+        size = len(self.master) // self.exchange.pieces
+        self._pieces = [
+            range(slot.start // size, (slot.start + slot.shape.numel() - 1) // size + 1)
+            for slot in self.slots
+        ]
+        self._awaited: set[int] = set()  # gradients to come, between `expect` and `finish`
+        self._missing: Counter[int] = Counter()  # how many of them, by piece
+        self._arrived: dict[int, Tensor] = {}  # those that are not yet in the buffer
+        self._first = True
+        self.hooks = [
+            parameter.register_hook(partial(self._arrive, i))
+            for i, parameter in enumerate(self.parameters if self.exchange.pieces > 1 else [])
+        ]
 
     def _by_rate(
         self, multipliers: Mapping[str, float]
-    ) -> tuple[list[tuple[float, list[slice]]], list[float]]:
-        """(weight decay, stretches of the buffers) of each group of equal rate, and the rates."""
+    ) -> tuple[list[tuple[float, list[tuple[Tensor, ...]]]], list[float]]:
+        """(weight decay, own stretches of all buffers) of each group of equal rate; the rates."""
         groups: dict[tuple[float, float], list[slice]] = {}
         ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
         for slot, end in zip(self.slots, ends, strict=True):
@@ -128,26 +152,79 @@ class Adam:
                 parts[-1] = slice(parts[-1].start, end)
             else:
                 parts.append(slice(slot.start, end))
-        return [(decay, parts) for (decay, _), parts in groups.items()], [f for _, f in groups]
+        pieces = self.exchange.pieces
+        own: list[tuple[float, list[tuple[Tensor, ...]]]] = []
+        for (decay, _), parts in groups.items():
+            own.append((decay, []))
+            moments = zip(self.m.chunk(pieces), self.v.chunk(pieces), strict=True)
+            for number, (m, v) in enumerate(moments):
+                begin = self.exchange.begin(number, len(self.master))
+                for part in parts:
+                    a, b = max(begin, part.start), min(begin + len(m), part.stop)
+                    if a < b:
+                        mine = slice(a - begin, b - begin)
+                        own[-1][1].append((self.master[a:b], self.grad[a:b], m[mine], v[mine]))
+        return own, [rate for _, rate in groups]
 
-    def accumulate(self, grads: Sequence[Tensor], *, first: bool) -> None:
-        """Add the gradients of one micro-batch; the first one overwrites what was there."""
+    def accumulate(
+        self,
+        grads: Mapping[int, Tensor] | Sequence[Tensor],
+        *,
+        first: bool,
+        piece: int | None = None,
+    ) -> None:
+        """Add the gradients of one micro-batch; the first one overwrites what was there.
+
+        grads: of all parameters, or of some by their number, which complete `piece`.
+        """
+        by_number = grads if isinstance(grads, Mapping) else dict(enumerate(grads))
         own: list[tuple[list[Tensor], list[Tensor]]] = [([], []), ([], [])]  # by type
-        for mine, grad, half in zip(self._grads, grads, self._is_half, strict=True):
-            own[half][0].append(mine)
-            own[half][1].append(grad)
+        for i, grad in by_number.items():
+            own[self._is_half[i]][0].append(self._grads[i])
+            own[self._is_half[i]][1].append(grad)
         (wide, wide_grads), (half, half_grads) = own
-        if first:
+        if wide and first:
             torch._foreach_copy_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
-        else:
+        elif wide:
             torch._foreach_add_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
-        if not half:
+        if half:
+            torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
+        part, size = self._working, len(self.grad)
+        if piece is not None:
+            limits = self.exchange.piece(piece, size)
+            part = slice(max(part.start, limits.start), min(part.stop, limits.stop))
+        if part.start < part.stop and any(self._is_half):
+            offset = self._working.start
+            widened = self._half_grad[part.start - offset : part.stop - offset]
+            if first:
+                self.grad[part].copy_(widened)
+            else:
+                self.grad[part].add_(widened)
+
+    def expect(self, *, first: bool) -> None:
+        """Before the backward pass of the last micro-batch: its gradients leave as they come."""
+        self._first, self._awaited = first, set(range(len(self.slots)))
+        self._missing = Counter(number for pieces in self._pieces for number in pieces)
+
+    def _arrive(self, i: int, grad: Tensor) -> None:
+        """One gradient is complete. The order is that of the graph: every process has the same."""
+        if i not in self._awaited:
             return
-        torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
-        if first:
-            self.grad[self._working].copy_(self._half_grad)
-        else:
-            self.grad[self._working].add_(self._half_grad)
+        self._awaited.remove(i)
+        self._arrived[i] = grad
+        for number in self._pieces[i]:
+            self._missing[number] -= 1
+            if self._missing[number] == 0:
+                here = [j for j in self._arrived if number in self._pieces[j]]
+                grads = {j: self._arrived.pop(j) for j in here}
+                self.accumulate(grads, first=self._first, piece=number)
+                self.exchange.send(self.grad, number)
+
+    def finish(self, grads: Sequence[Tensor]) -> None:
+        """After that pass: what no hook has seen goes now, then all that was sent is waited for."""
+        for i in sorted(self._awaited):
+            self._arrive(i, grads[i])
+        self.exchange.wait()
 
     def step(self, lr: Tensor, step: Tensor) -> Tensor:
         """Clip by the global norm and update; returns the norm before clipping, on the device.
@@ -156,7 +233,7 @@ class Adam:
         every device, with the clip as its gradient scale and the skip as its overflow flag.
         """
         c = self.config
-        norm = self.grad.norm()
+        norm = self.exchange.norm(self.grad)
         good = norm.isfinite()
         if c.skip_spikes:
             good = good & ~self._is_spike(norm)
@@ -166,7 +243,9 @@ class Adam:
         t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
         rates = lr * self._factors
         for i, (decay, parts) in enumerate(self._groups):
-            p, g, m, v = ([flat[part] for part in parts] for flat in self._buffers)
+            if not parts:  # all of them in other processes' shares
+                continue
+            p, g, m, v = map(list, zip(*parts, strict=True))
             with self._beside(i):
                 torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                     p,
@@ -190,6 +269,7 @@ class Adam:
         self.bad_steps += ~good & self.live
         self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
         torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
+        self.exchange.hand_round(self.master)
         self._refresh()
         return norm
 
@@ -217,6 +297,12 @@ class Adam:
         if self._shadow.dtype != torch.float32:
             self._shadow.copy_(self.master[self._working])
 
+    def collect(self) -> None:
+        """Before `state` on the main process, on all of them: bring the moments together."""
+        if self.exchange.shares > 1:
+            for key, own in (("m", self.m), ("v", self.v)):
+                self.exchange.collect(own, self._whole[key])
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameters (float32) and both moments by the parameters' names, as views."""
         return {key: dict(views) for key, views in self._state.items()}
@@ -230,26 +316,31 @@ class Adam:
 
     def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Restore what `state` gave; names and shapes must be the same."""
-        for key, tensors in self.state().items():
+        for key, own in (("model", self.master), ("m", self.m), ("v", self.v)):
             if key not in saved:
                 continue
             given = saved[key]
-            if given.keys() != tensors.keys():
-                odd = sorted(given.keys() ^ tensors.keys())
+            names = {slot.name for slot in self.slots}
+            if given.keys() != names:
+                odd = sorted(given.keys() ^ names)
                 raise CorruptError(
                     f"Saved tensors do not fit this model: {', '.join(odd[:5])} …",
                     where=f"checkpoint, {key}",
                     fix="use the settings the checkpoint was made with",
                 )
-            for name, tensor in tensors.items():
-                if tensor.shape != given[name].shape:
+            whole = own if len(own) == len(self.master) else torch.zeros(len(self.master))
+            for slot in self.slots:
+                tensor = given[slot.name]
+                if tensor.shape != slot.shape:
                     raise CorruptError(
-                        f"{name} has shape {tuple(given[name].shape)}, expected "
-                        f"{tuple(tensor.shape)}.",
+                        f"{slot.name} has shape {tuple(tensor.shape)}, expected "
+                        f"{tuple(slot.shape)}.",
                         where=f"checkpoint, {key}",
                         fix="use the settings the checkpoint was made with",
                     )
-                tensor.copy_(given[name])
+                slot.of(whole).copy_(tensor)
+            if whole is not own:
+                own.copy_(self.exchange.mine(whole).flatten())
         self._refresh()
 
 

@@ -28,6 +28,7 @@ from .corpus import Corpus
 from .encoder import Block as EncoderBlock
 from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped, StopRequest
 from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
+from .exchange import Exchange, compiler_in_parts
 from .files import exclusive, read_json, reading
 from .flops import matmul_flops_per_token
 from .objectives import (
@@ -210,6 +211,7 @@ def _train(
         # All wait together: one that waits alone would look frozen to the others.
         while runtime.any(saver is not None and saver.is_busy):
             time.sleep(0.05)
+        trainer.optimizer.collect()
         if saver is not None:
             saver.save(step, trainer.state(), {"seconds": clock.read(), "lap": clock.lap_start})
 
@@ -347,11 +349,13 @@ class Trainer:
             config.optim,
             working_dtype=runtime.dtype,
             multipliers=dict.fromkeys(self.idle, 0.0),
+            exchange=Exchange(runtime, sharded=config.run.sharding == "optimizer"),
         )
         self.has_kernels = _use_kernels(objective, config, runtime)
         self.forward: Callable[[Batch, StepRng], Losses] = objective
         if runtime.compiled:
-            self.forward = torch.compile(objective, fullgraph=True, dynamic=False)
+            backend = compiler_in_parts(objective) if runtime.world > 1 else "inductor"
+            self.forward = torch.compile(objective, fullgraph=True, dynamic=False, backend=backend)
         rows = config.data.batch_size // runtime.world
         micro = min(config.data.micro_batch or rows, rows)
         self.micro_batches = [slice(i, min(i + micro, rows)) for i in range(0, rows, micro)]
@@ -379,15 +383,19 @@ class Trainer:
             batch = self.block.batch(self.slot, rows, self.config)
             rng = StepRng(self.seed, self.counter, self.row[rows])
             losses = self.forward(batch, rng)
+            if last := i == len(self.micro_batches) - 1:
+                self.optimizer.expect(first=i == 0)
             grads = torch.autograd.grad(
                 losses.total,
                 self.optimizer.parameters,
                 allow_unused=bool(self.idle),
                 materialize_grads=bool(self.idle),
             )
-            self.optimizer.accumulate(grads, first=i == 0)
             self.meter.add_losses(losses)
-        self.runtime.sum_(self.optimizer.grad)  # losses are shares of the global mean: add up
+            if last:  # of all processes: losses are shares of the global mean, so they add up
+                self.optimizer.finish(grads)
+            else:
+                self.optimizer.accumulate(grads, first=i == 0)
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
         self.meter.add_step(self.block.counts(self.slot, self.config), norm)
@@ -435,6 +443,8 @@ class Trainer:
             for name in [name for name in weights if name.startswith("discriminator.")]:
                 weights[name] = weights[name.replace("discriminator.", "generator.", 1)]
         self.objective.stage = "discriminator"
+        for hook in self.optimizer.hooks:
+            hook.remove()
         second = Trainer(self.objective, self.batches, self.config, self.runtime)
         second.optimizer.load({"model": weights})
         second.counter.copy_(self.counter)

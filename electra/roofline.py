@@ -26,12 +26,14 @@ values side by side; a test holds them to 25 %.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .config import EncoderConfig, PretrainConfig
 from .errors import ElectraError
+from .exchange import PIECES
 from .flops import KINDS, _runs
 from .plan import Plan
 
@@ -82,7 +84,7 @@ DEVICES = {
 
 
 class Link(NamedTuple):
-    """What connects the processes of a ring."""
+    """What connects the GPUs of a node, or one GPU to its like on the other nodes."""
 
     bandwidth: float  # bytes/s of each process in each direction
     latency: float  # seconds of one hop
@@ -124,21 +126,42 @@ class Model:
                 seconds += count * _seconds(self._step(size, device.itemsize), device)
         return rows * d.sequence_length / seconds
 
-    def exchange(self, gpus: int, link: Link) -> float:
-        """Seconds in which a ring sums the gradients: 2 (n - 1) hops, each with an n-th of them."""
-        hops = 2 * (gpus - 1)
-        return hops * (self.plan.gradient_bytes / gpus / link.bandwidth + link.latency)
+    def exchange(self, gpus: int, link: Link, *, node: int = 1, pieces: int = 1) -> float:
+        """Seconds in which the gradients are summed, over NVLink in nodes of `node` GPUs first.
 
-    def scaling(self, rate: float, gpus: int, link: Link) -> tuple[float, float]:
-        """Share of `gpus` times the speed of one, without overlap and at best with it.
+        Of n members each sends (n - 1) / n of its bytes twice; the first byte of a piece passes a
+        tree up and down. Between the nodes every GPU moves its part alone, over a link of its own.
+        """
+        seconds, size = 0.0, self.plan.gradient_bytes
+        for members, each, wire in (
+            (node, size, LINKS["NVLink"]),
+            (-(-gpus // node), size / node, link),
+        ):
+            seconds += 2 * (members - 1) / members * each / wire.bandwidth
+            seconds += 2 * math.ceil(math.log2(members)) * pieces * wire.latency
+        return seconds
 
-        rate: of one device with its part of the batch. The code exchanges all gradients after the
-        backward pass; at best they would travel during it, two thirds of the step.
+    @property
+    def late(self) -> float:
+        """Share of the gradient that is whole only at the end of the backward pass.
+
+        Those are the pieces (`exchange.py`) with embeddings, and the last with biases and norms.
+        """
+        c = self.config.encoder
+        embeddings = 4 * c.embedding_size * (self.vocab_size + c.max_positions + 2)
+        return min(1.0, (1 + math.ceil(PIECES * embeddings / self.plan.gradient_bytes)) / PIECES)
+
+    def scaling(self, rate: float, gpus: int, link: Link, *, node: int = 1) -> tuple[float, float]:
+        """Share of `gpus` times the speed of one: all gradients sent after the pass, and in pieces.
+
+        rate: of one device with its part of the batch. Pieces travel during the backward pass, two
+        thirds of the step, but for the late ones.
         """
         compute = self.config.tokens_per_step / gpus / rate
-        exchange = self.exchange(gpus, link)
-        hidden = max(0.0, exchange - compute * 2 / 3)
-        return compute / (compute + exchange), compute / (compute + hidden)
+        after = self.exchange(gpus, link, node=node)
+        pieces = self.exchange(gpus, link, node=node, pieces=PIECES)
+        early = max(0.0, (1 - self.late) * pieces - compute * 2 / 3)
+        return compute / (compute + after), compute / (compute + early + self.late * pieces)
 
     def _step(self, rows: int, size: int) -> Iterator[Kernels]:
         """All kernels on `rows` sequences but the optimizer's; `size` bytes per number."""
@@ -251,8 +274,8 @@ def scaling_table(
 ) -> Iterator[str]:
     """Speed on several devices with the batch of the recipe split between them."""
     origin, size = "measured" if measured else "predicted too", model.plan.gradient_bytes
-    yield f"predicted: speed of one ({origin}), a ring that sums {size / 1e6:,.0f} MB"
-    yield f"{name} x  link                 exchange    tokens/s share  with overlap at best"
+    yield f"predicted: speed of one ({origin}), {size / 1e6:,.0f} MB of gradients summed"
+    yield f"{name} x  between nodes        exchange  after the pass      in pieces during it"
     batch = model.config.data.batch_size
     for n in gpus:
         if n < 1 or batch % n:
@@ -261,11 +284,14 @@ def scaling_table(
         rows = batch // n
         rate = measured or model.rate(device_named(name), rows)
         for label, link in LINKS.items():
-            if n > NVLINKED and label == "NVLink":
+            is_one = label == "NVLink"
+            if is_one and n > NVLINKED:
                 continue
-            plain, best = model.scaling(rate, n, link)
+            node = n if is_one else NVLINKED if n > NVLINKED else 1
+            plain, best = model.scaling(rate, n, link, node=node)
             yield (
-                f"{n:{len(name) + 2}}  {label:20}{1e3 * model.exchange(n, link):7,.1f} ms"
+                f"{n:{len(name) + 2}}  {'one node' if is_one else label:20}"
+                f"{1e3 * model.exchange(n, link, node=node):7,.1f} ms"
                 f"{n * rate * plain:12,.0f}{plain:6.0%}{n * rate * best:14,.0f}{best:6.0%}"
             )
 

@@ -38,6 +38,7 @@ _MAY_CHANGE = (
     "run.compile",
     "run.cuda_graph",
     "run.kernels",
+    "run.sharding",
     "run.deterministic",
     "run.threads",
     "run.log_every",

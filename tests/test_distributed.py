@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from electra import exchange
 from electra.checkpoint import load_newest
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.errors import ElectraError, Stopped
+from electra.exchange import Exchange
 from electra.files import json_bytes
 from electra.objectives import Batch, Losses, ReplacedTokenDetection
+from electra.optim import Adam
 from electra.pretrain import Trainer, pretrain
 from electra.randomness import StepRng
 from electra.runlog import read_metrics
@@ -60,12 +64,14 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
         if rank == 1 and done[0] == 6:
             signal.raise_signal(signal.SIGTERM)
 
-    Trainer.step = signalled
-    try:
-        pretrain(config, corpus, work / "runs" / "stopped", quiet=True)
-    except Stopped:
-        (work / f"stopped-{rank}").touch()
-    Trainer.step = kept
+    sharded = with_run(config, sharding="optimizer")
+    for name, before in (("stopped", sharded), ("stopped-whole", config)):
+        Trainer.step, done[0] = signalled, 0
+        try:
+            pretrain(before, corpus, work / "runs" / name, quiet=True)
+        except Stopped:
+            (work / f"{name}-{rank}").touch()
+        Trainer.step = kept
     dist.barrier()
 
     if rank == 0:
@@ -76,6 +82,27 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     pretrain(
         config, corpus, work / "runs" / "stopped", quiet=True
     )  # the newest checkpoint is damaged
+    pretrain(sharded, corpus, work / "runs" / "stopped-whole", quiet=True)
+
+    # In one piece after the backward pass, and what of the pieces leaves during it.
+    exchange.PIECES, pieces = 1, exchange.PIECES
+    pretrain(config, corpus, work / "runs" / "at-once", quiet=True)
+    exchange.PIECES = pieces
+    send, finish, events = Exchange.send, Adam.finish, list[str]()
+
+    def sent(self: Exchange, grad: Tensor, number: int) -> None:
+        events.append(str(number))
+        send(self, grad, number)
+
+    def finished(self: Adam, grads: Sequence[Tensor]) -> None:
+        events.append("end of the backward pass")
+        finish(self, grads)
+
+    Exchange.send, Adam.finish = sent, finished
+    micro = replace(sharded, data=replace(sharded.data, micro_batch=2))
+    pretrain(micro, corpus, work / "runs" / "sharded", quiet=True)
+    Exchange.send, Adam.finish = send, finish
+    (work / f"events-{rank}").write_text("\n".join(events))
 
     forward = ReplacedTokenDetection.forward
 
@@ -93,7 +120,7 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
         weights.append(self.optimizer.master.clone())
 
     Trainer.step = watched
-    pretrain(config, corpus, work / "runs" / "poisoned", quiet=True)
+    pretrain(sharded, corpus, work / "runs" / "poisoned", quiet=True)
     Trainer.step = kept
     ReplacedTokenDetection.forward = forward
     torch.save(torch.stack(weights), work / f"poisoned-{rank}")
@@ -190,11 +217,41 @@ def test_two_processes_train_like_one(pair: Path, single: Path) -> None:
         assert [m[name] for m in one[:3]] == [m[name] for m in two[:3]]
 
 
+def test_gradients_leave_in_pieces_during_the_backward_pass_with_the_same_sum(pair: Path) -> None:
+    one, two = ((pair / f"events-{rank}").read_text().splitlines() for rank in (0, 1))
+    assert one == two
+    end, size = one.index("end of the backward pass"), exchange.PIECES + 1
+    assert 3 <= end < size
+    assert sorted(one[:size]) == sorted({*map(str, range(exchange.PIECES)), one[end]})
+    assert one == one[:size] * STEPS
+    whole, at_once = (load_newest(pair / "runs" / n / "checkpoints") for n in ("whole", "at-once"))
+    assert whole is not None
+    assert at_once is not None
+    for file, tensors in whole.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, at_once.tensors[file][name]), (file, name)
+
+
+def test_shares_of_the_moments_train_like_whole_ones(pair: Path, single: Path) -> None:
+    """Gathered in micro-batches besides; stopped with whole moments and continued with shares."""
+    for name in ("sharded", "stopped-whole"):
+        assert_close_runs(pair / "runs" / name, single)
+        saved, alone = (load_newest(r / "checkpoints") for r in (pair / "runs" / name, single))
+        assert saved is not None
+        assert alone is not None
+        for key, tensor in alone.tensors["optimizer"].items():
+            if key.startswith(("m.", "v.")):
+                torch.testing.assert_close(
+                    tensor, saved.tensors["optimizer"][key], rtol=1e-3, atol=1e-5
+                )
+
+
 def test_both_stop_when_one_is_asked_and_a_damaged_checkpoint_is_set_aside_once(
     pair: Path, single: Path
 ) -> None:
-    assert (pair / "stopped-0").exists()
-    assert (pair / "stopped-1").exists()
+    """Stopped with shares of the moments, continued with whole ones."""
+    for name in ("stopped-0", "stopped-1", "stopped-whole-0", "stopped-whole-1"):
+        assert (pair / name).exists()
     aside = [p.name for p in (pair / "runs" / "stopped" / "checkpoints").glob("damaged-*")]
     assert aside == ["damaged-step-00000006"]
     assert_close_runs(pair / "runs" / "stopped", single)
