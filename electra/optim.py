@@ -81,9 +81,7 @@ class Adam:
         self._working = slice(bounds[1], bounds[3])
         self.master = torch.zeros(self.exchange.padded(start), device=device)
         self.grad = torch.zeros_like(self.master)
-        self.m, self.v = (
-            torch.zeros(len(self.master) // self.exchange.shares, device=device) for _ in "mv"
-        )
+        self.m, self.v = (torch.zeros_like(self.exchange.mine(self.master)).flatten() for _ in "mv")
         self._shadow = self.master[self._working].to(working_dtype)
         for slot in self.slots:
             parameter = named[slot.name]
@@ -189,17 +187,17 @@ class Adam:
             torch._foreach_add_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
         if half:
             torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
-        part, size = self._working, len(self.grad)
+        begin, end = self._working.start, self._working.stop
         if piece is not None:
-            limits = self.exchange.piece(piece, size)
-            part = slice(max(part.start, limits.start), min(part.stop, limits.stop))
-        if part.start < part.stop and any(self._is_half):
+            part = self.exchange.piece(piece, len(self.grad))
+            begin, end = max(begin, part.start), min(end, part.stop)
+        if begin < end and any(self._is_half):
             offset = self._working.start
-            widened = self._half_grad[part.start - offset : part.stop - offset]
+            widened = self._half_grad[begin - offset : end - offset]
             if first:
-                self.grad[part].copy_(widened)
+                self.grad[begin:end].copy_(widened)
             else:
-                self.grad[part].add_(widened)
+                self.grad[begin:end].add_(widened)
 
     def expect(self, *, first: bool) -> None:
         """Before the backward pass of the last micro-batch: its gradients leave as they come."""

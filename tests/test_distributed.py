@@ -27,7 +27,13 @@ from electra.corpus import Corpus
 from electra.errors import ElectraError, Stopped
 from electra.exchange import Exchange
 from electra.files import json_bytes
-from electra.objectives import Batch, Losses, ReplacedTokenDetection
+from electra.objectives import (
+    Batch,
+    Losses,
+    ReplacedTokenDetection,
+    SpecialIds,
+    build_objective,
+)
 from electra.optim import Adam
 from electra.pretrain import Trainer, pretrain
 from electra.randomness import StepRng
@@ -283,7 +289,8 @@ def test_a_batch_that_cannot_be_split_is_refused_by_both(pair: Path) -> None:
 def test_torchrun_starts_a_run_that_one_process_finishes(
     corpus: Corpus, tmp_path: Path, single: Path
 ) -> None:
-    """Two processes die in the middle of a save; a single one goes on from what is there."""
+    """Two processes, with shares of the moments, die in the middle of a save; a single one goes on
+    from what is there."""
     out = tmp_path / "run"
     config = tmp_path / "pair.json"
     config.write_bytes(json_bytes(to_dict(config_of_pair())))
@@ -291,8 +298,9 @@ def test_torchrun_starts_a_run_that_one_process_finishes(
     arguments += ["--out", str(out), "--quiet"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    shares = ["--run.sharding", "optimizer"]
     result = subprocess.run(
-        [*torchrun, "--nproc-per-node", "2", "-m", "electra", *arguments],
+        [*torchrun, "--nproc-per-node", "2", "-m", "electra", *arguments, *shares],
         env={**environment, "ELECTRA_FAULT": "before_rename:2"},
         capture_output=True,
         timeout=120,
@@ -320,10 +328,10 @@ work, way, which, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys
 rank, step = int(os.environ["RANK"]), Trainer.step
 (work / f"pid-{rank}").write_text(str(os.getpid()))
 def lost(self):
-    if rank == which and int(self.counter) == at:
+    if rank == which and int(self.counter) == at and not (work / "lost").exists():
         (work / "lost").touch()
-        if way == "frozen":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if way != "raising":
+            os.kill(os.getpid(), signal.SIGSTOP if way == "frozen" else signal.SIGKILL)
         raise ValueError("of all things")
     step(self)
 Trainer.step = lost
@@ -398,3 +406,94 @@ def test_ten_of_ten_lost_processes_are_named(
     told, seconds = lose_one(corpus, tmp_path / "work", way, rank, step, limit=20.0)
     assert f"Process {rank} " in told, told
     assert seconds < 20 + 10
+
+
+# ---------------------------------------------------------------------- four; started again
+
+
+def several_processes(
+    rank: int, world: int, work: Path, corpus_path: Path, settings: dict[str, Any]
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    meet = f"file://{work / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
+    config = from_dict(PretrainConfig, settings, where="test")
+    corpus = Corpus.open(corpus_path)
+    pretrain(config, corpus, work / "whole", quiet=True)
+    pretrain(with_run(config, sharding="optimizer"), corpus, work / "sharded", quiet=True)
+    dist.destroy_process_group()
+
+
+@pytest.mark.long
+def test_a_step_compiled_in_parts_is_the_step_and_gives_its_gradients_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+
+    # The graph is cut and differentiated as on a GPU; generating code for it would take minutes.
+    monkeypatch.setattr(compile_fx, "compile_fx", aot_eager)
+    config = config_of_pair()
+    objective = build_objective(
+        config, 60, SpecialIds(0, 1, 2, 3, 4), padded=False, frequencies=torch.ones(60)
+    )
+    x = torch.randint(5, 60, (4, 23), generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor(92.0), torch.tensor(16.0)
+    batch = Batch(x, torch.zeros_like(x), torch.full((4,), 23), *counts)
+    rng = StepRng(0, torch.tensor(0), torch.arange(4))
+    backend = exchange.compiler_in_parts(objective)
+    in_parts = torch.compile(objective, fullgraph=True, dynamic=False, backend=backend)(batch, rng)
+    found, parts, todo = set[Any](), 0, [in_parts.total.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            parts += node.name() == "CompiledFunctionBackward"
+            todo += [following for following, _ in node.next_functions]
+    assert parts >= 3
+    parameters = list(objective.parameters())
+    ours = torch.autograd.grad(in_parts.total, parameters)
+    theirs = torch.autograd.grad(objective(batch, rng).total, parameters)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_four_processes_train_like_one_also_in_two_stages(corpus: Corpus, tmp_path: Path) -> None:
+    """Two stages: parameters that no gradient reaches, and a second optimizer half-way."""
+    joint = config_of_pair()
+    two_stage = replace(
+        joint,
+        objective=replace(joint.objective, algorithm="two_stage"),
+        generator=replace(joint.generator, sharing="none", width=1.0),
+    )
+    for name, each in (("joint", joint), ("two_stage", two_stage)):
+        (tmp_path / name).mkdir()
+        pretrain(each, corpus, tmp_path / name / "single", quiet=True)
+        arguments = (4, tmp_path / name, corpus.path, to_dict(each))
+        mp.spawn(several_processes, arguments, nprocs=4)
+        for run in ("whole", "sharded"):
+            assert_close_runs(tmp_path / name / run, tmp_path / name / "single")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_torchrun_starts_killed_processes_again(
+    corpus: Corpus, tmp_path: Path, single: Path, sharding: str
+) -> None:
+    (tmp_path / "lost.py").write_text(LOST)
+    config = tmp_path / "pair.json"
+    config.write_bytes(json_bytes(to_dict(with_run(config_of_pair(), sharding=sharding))))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", str(tmp_path / "lost.py")]
+    arguments = [tmp_path, "killed", 1, 6, "pretrain", "--config", config, "--corpus", corpus.path]
+    arguments += ["--out", tmp_path / "run", "--quiet"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/reliability.md
+    result = subprocess.run(
+        [*torchrun, *map(str, arguments)], env=environment, capture_output=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "lost").exists()
+    assert_close_runs(tmp_path / "run", single)

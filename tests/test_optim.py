@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from electra.config import OptimConfig
 from electra.encoder import LayerNorm
 from electra.errors import CorruptError
+from electra.exchange import Exchange
 from electra.optim import Adam, is_decayed, learning_rate
 
 
@@ -258,6 +259,42 @@ def test_micro_batches_add_up_and_the_first_overwrites() -> None:
             total = parts[0][slot.name] + parts[1][slot.name] + parts[2][slot.name]
             torch.testing.assert_close(slot.of(adam.grad), total)
         assert stale or int((adam.grad != 0).sum()) == sum(p.numel() for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_arrive_in_pieces_are_those_that_come_at_once(dtype: torch.dtype) -> None:
+    """With parameters across the border of two pieces, and one that no gradient reaches."""
+    at_once = Adam(net(), OptimConfig(), working_dtype=dtype)
+    module, exchange, sent = net(), Exchange(), list[tuple[int, Tensor]]()
+    exchange.pieces = 3
+
+    def send(grad: Tensor, number: int) -> None:
+        sent.append((number, grad[exchange.piece(number, len(grad))].clone()))
+
+    exchange.send = send  # type: ignore[method-assign]
+    adam = Adam(module, OptimConfig(), working_dtype=dtype, exchange=exchange)
+    grads = gradients(module, 0), gradients(module, 1)
+    for i, part in enumerate(grads):
+        del part["norm.bias"]
+        loss = sum((p.float() * part[n]).sum() for n, p in module.named_parameters() if n in part)
+        if last := i == 1:
+            adam.expect(first=False)
+        found = torch.autograd.grad(
+            loss, adam.parameters, allow_unused=True, materialize_grads=True
+        )
+        at_once.accumulate(found, first=i == 0)
+        if last:
+            before = {number for number, _ in sent}
+            adam.finish(found)
+        else:
+            adam.accumulate(found, first=True)
+            assert not sent
+    assert 0 < len(before) < 3  # one waited for the gradient that did not come
+    assert sorted(number for number, _ in sent) == [0, 1, 2]
+    for number, piece in sent:  # as it was when it was sent
+        wanted = at_once.grad.new_zeros(len(adam.grad))
+        wanted[: len(at_once.grad)] = at_once.grad
+        assert torch.equal(piece, wanted[exchange.piece(number, len(wanted))]), number
 
 
 def test_parameters_live_in_the_flat_buffer() -> None:
