@@ -14,7 +14,7 @@ A share as an index: buffer.view(P, processes, k)[:, rank]. Alone, there is one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,9 +24,9 @@ from .runtime import Runtime
 PIECES = 8
 _ALIGN = 64  # elements: every tensor starts on a boundary that vector units and GPUs like
 
-# Their names from torch 2.13 on, and before.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_new = hasattr(dist, "reduce_scatter_single")  # names of torch 2.13
+_reduce_scatter = getattr(dist, f"reduce_scatter_{'single' if _new else 'tensor'}")
+_all_gather = getattr(dist, "all_gather_single" if _new else "all_gather_into_tensor")
 
 
 class Exchange:
@@ -122,5 +122,5 @@ def compiler_in_parts(module: nn.Module) -> Callable[..., Any]:
                     bucket.params.append(str(used.target))
                     bucket.param_ids.append(id(parameter))
 
-    size = sum(p.numel() for p in module.parameters()) // PIECES
-    return Parts(size, compile_fx, first_bucket_cap=size).compile_fn
+    size, compiler = sum(p.numel() for p in module.parameters()) // PIECES, cast("Any", compile_fx)
+    return Parts(size, compiler, first_bucket_cap=size).compile_fn

@@ -426,6 +426,7 @@ def several_processes(
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 def test_a_step_compiled_in_parts_is_the_step_and_gives_its_gradients_part_by_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
