@@ -470,7 +470,9 @@ class Trainer:
                     self.train_step()
             torch.cuda.current_stream().wait_stream(side)
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # NCCL's watchdog asks for events while this thread records.
+            mode = "thread_local" if self.runtime.world > 1 else "global"
+            with torch.cuda.graph(self._graph, capture_error_mode=mode):
                 self.train_step()
         else:
             self.train_step()
