@@ -213,9 +213,12 @@ class OptimConfig(Settings):
     """Steps of linear warm-up."""
     warmup_percent: Percent | None = None
     """Warm-up as a share of the whole run instead, for runs limited by minutes."""
-    schedule: Literal["then", "times"] = "then"
+    schedule: Literal["then", "times", "cosine", "wsd"] = "then"
     """then: warm-up, then linear decay to zero. times: the decay runs from step 0 and multiplies
-    the warm-up (released code)."""
+    the warm-up (released code). cosine: warm-up, then half a cosine to zero. wsd: warm-up, constant
+    (stable), then linear decay to zero over the last decay_percent."""
+    decay_percent: Percent = 20.0
+    """Last share of the run, over which wsd decays."""
     bias_correction: bool = True
     """Correct Adam's moments for their zero start; the released code does not."""
     beta1: Portion = 0.9

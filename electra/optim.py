@@ -10,6 +10,7 @@ refreshed after each step.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -355,6 +356,8 @@ def learning_rate(config: OptimConfig, step: int, progress: float, total_steps: 
 
     then:   rises over the warm-up share w of the run, then falls in a straight line to 0.
     times:  peak · (1 − t/T) · min(1, t/W); the decay runs from the first step (released code).
+    cosine: rises as `then`, then falls as half a cosine to 0.
+    wsd:    rises as `then`, stays, and falls in a straight line to 0 over the last share of the run.
     """
     if config.warmup_percent is not None:
         w = config.warmup_percent / 100
@@ -367,4 +370,8 @@ def learning_rate(config: OptimConfig, step: int, progress: float, total_steps: 
         warm = min(1.0, step / (w * total_steps)) if w > 0 else 1.0
         return config.learning_rate * left * warm
     # `warm` counts the step that is about to be made: a rate of 0 would waste a batch.
-    return config.learning_rate * min(1.0, warm, left / (1 - w) if w < 1 else 1.0)
+    share = config.decay_percent / 100 if config.schedule == "wsd" else 1 - w
+    fall = min(1.0, left / share) if share > 0 else 1.0
+    if config.schedule == "cosine":
+        fall = (1 - math.cos(math.pi * fall)) / 2
+    return config.learning_rate * min(warm, fall)

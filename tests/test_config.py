@@ -257,6 +257,7 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("optim.learning_rate", OptimConfig, {"learning_rate": float("nan")}),
     ("optim.warmup_steps", OptimConfig, {"warmup_steps": -1}),
     ("optim.warmup_percent", OptimConfig, {"warmup_percent": 101.0}),
+    ("optim.decay_percent", OptimConfig, {"decay_percent": -1.0}),
     ("optim.beta1", OptimConfig, {"beta1": 1.0}),
     ("optim.beta2", OptimConfig, {"beta2": -0.5}),
     ("optim.epsilon", OptimConfig, {"epsilon": -1e-6}),

@@ -378,6 +378,8 @@ def rate(config: OptimConfig, step: int, total: int) -> float:
 
 THEN = OptimConfig(learning_rate=1.0, warmup_steps=10)
 TIMES = dataclasses.replace(THEN, schedule="times")
+COSINE = dataclasses.replace(THEN, schedule="cosine")
+WSD = dataclasses.replace(THEN, schedule="wsd", decay_percent=25.0)
 
 
 @pytest.mark.parametrize(
@@ -400,13 +402,31 @@ def test_the_released_small_run_never_reaches_its_peak() -> None:
     assert highest == pytest.approx(4.95e-4)
 
 
-@pytest.mark.parametrize("config", [THEN, TIMES])
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0.1), (9, 1.0), (10, 1.0), (40, 0.75), (55, 0.5), (70, 0.25)]
+)
+def test_cosine_rises_and_falls_as_half_a_wave(step: int, expected: float) -> None:
+    assert rate(COSINE, step, 100) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"), [(0, 0.1), (9, 1.0), (50, 1.0), (75, 1.0), (85, 0.6), (99, 0.04)]
+)
+def test_wsd_stays_at_the_peak_until_its_decay(step: int, expected: float) -> None:
+    assert rate(WSD, step, 100) == pytest.approx(expected)
+
+
+def test_wsd_without_a_decay_stays_at_the_peak() -> None:
+    assert rate(dataclasses.replace(WSD, decay_percent=0.0), 99, 100) == 1.0
+
+
+@pytest.mark.parametrize("config", [THEN, TIMES, COSINE, WSD])
 def test_the_rate_ends_at_zero(config: OptimConfig) -> None:
     assert learning_rate(config, 100, 1.0, 100) == 0.0
     assert learning_rate(config, 500, 5.0, 100) == 0.0
 
 
-@pytest.mark.parametrize("schedule", ["then", "times"])
+@pytest.mark.parametrize("schedule", ["then", "times", "cosine", "wsd"])
 def test_a_percentage_of_the_run_can_be_the_warm_up(schedule: str) -> None:
     config = dataclasses.replace(THEN, schedule=schedule, warmup_steps=777, warmup_percent=10.0)
     plain = dataclasses.replace(config, warmup_steps=10, warmup_percent=None)
