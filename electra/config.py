@@ -209,6 +209,9 @@ class OptimConfig(Settings):
     _group = "optim."
     learning_rate: Positive = 5e-4
     """Peak learning rate."""
+    generator_rate: Positive = 1.0
+    """Learning rate of what belongs to the generator alone, as a multiple of the discriminator's;
+    shared embeddings have the discriminator's."""
     warmup_steps: Whole = 10_000
     """Steps of linear warm-up."""
     warmup_percent: Percent | None = None
@@ -324,6 +327,7 @@ class PretrainConfig:
             fix = "raise encoder.max_positions or shorten the sequences"
             raise ElectraError(what, where="data.sequence_length", fix=fix)
         o, g = self.objective, self.generator
+        has_both = o.kind != "mlm" and g.kind == "network"
         for broken, where, what, fix in (
             (
                 o.algorithm != "joint" and (o.kind, g.kind) != ("rtd", "network"),
@@ -362,6 +366,12 @@ class PretrainConfig:
                 "generator.frozen",
                 "Only a generator that is trained beside a discriminator can stay as it is.",
                 "set objective.algorithm to joint, and objective.kind to another than mlm",
+            ),
+            (
+                self.optim.generator_rate != 1 and not has_both,
+                "optim.generator_rate",
+                "There is no generator that could have a rate of its own.",
+                "leave it at 1",
             ),
             (
                 o.disc_positions != "all" and o.kind not in ("rtd", "electric"),

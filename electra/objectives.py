@@ -137,6 +137,10 @@ class Objective(nn.Module):
         """Names of the parameters that the present stage leaves as they are."""
         return set()
 
+    def generators_own(self) -> set[str]:
+        """Names of the parameters that only a generator beside the kept encoder has."""
+        return set()
+
     # The steps of the method, named as in the paper.
 
     def candidates(self, batch: Batch) -> Tensor:
@@ -271,12 +275,14 @@ class WithGenerator(Objective):
     def encoder(self) -> Encoder:
         return self.discriminator
 
-    def idle(self) -> set[str]:
+    def generators_own(self) -> set[str]:
         own = ("generator.", "generator_head.")
-        names = {name for name, _ in self.named_parameters()}
-        generator = {name for name in names if name.startswith(own)}
+        return {name for name, _ in self.named_parameters() if name.startswith(own)}
+
+    def idle(self) -> set[str]:
         if self.stage == "joint":
             return set()
+        names, generator = {name for name, _ in self.named_parameters()}, self.generators_own()
         return generator if self.stage == "discriminator" else names - generator
 
     def corrupt(self, batch: Batch, rng: StepRng, *, training: bool) -> Corruption:

@@ -348,7 +348,10 @@ class Trainer:
             objective,
             config.optim,
             working_dtype=runtime.dtype,
-            multipliers=dict.fromkeys(self.idle, 0.0),
+            multipliers={
+                **dict.fromkeys(objective.generators_own(), config.optim.generator_rate),
+                **dict.fromkeys(self.idle, 0.0),
+            },
             exchange=Exchange(runtime, sharded=config.run.sharding == "optimizer"),
         )
         self.has_kernels = _use_kernels(objective, config, runtime)

@@ -962,6 +962,8 @@ def test_disentangled_tables_are_merged_in_an_export_from_which_training_continu
         ),
         (KINDS["masked"] | {"objective_kind": "all_tokens_mlm"}, "objective.disc_positions"),
         (KINDS["other"] | {"objective_kind": "mlm"}, "objective.disc_positions"),
+        ({"optim_generator_rate": 0.5, "objective_kind": "mlm"}, "optim.generator_rate"),
+        ({"optim_generator_rate": 0.5, "generator_kind": "unigram"}, "optim.generator_rate"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -255,6 +255,7 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("objective.gen_weight", ObjectiveConfig, {"gen_weight": -1.0}),
     ("optim.learning_rate", OptimConfig, {"learning_rate": 0.0}),
     ("optim.learning_rate", OptimConfig, {"learning_rate": float("nan")}),
+    ("optim.generator_rate", OptimConfig, {"generator_rate": 0.0}),
     ("optim.warmup_steps", OptimConfig, {"warmup_steps": -1}),
     ("optim.warmup_percent", OptimConfig, {"warmup_percent": 101.0}),
     ("optim.decay_percent", OptimConfig, {"decay_percent": -1.0}),
