@@ -207,8 +207,16 @@ class OptimConfig(Settings):
     """Adam and its schedule (paper, appendix A)."""
 
     _group = "optim."
+    kind: Literal["adam", "muon"] = "adam"
+    """adam: for all parameters. muon: momentum made orthogonal for the matrices inside the blocks
+    of both encoders, Adam for everything else."""
     learning_rate: Positive = 5e-4
     """Peak learning rate."""
+    muon_rate: Positive = 1.5e-3
+    """Peak learning rate of Muon's matrices; it follows the same schedule. An update is as large as
+    Adam's with that rate would be (root mean square 0.2)."""
+    muon_momentum: Portion = 0.95
+    """Momentum of Muon's matrices, Nesterov's form."""
     generator_rate: Positive = 1.0
     """Learning rate of what belongs to the generator alone, as a multiple of the discriminator's;
     shared embeddings have the discriminator's."""

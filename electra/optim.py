@@ -1,4 +1,4 @@
-"""Adam as in the paper and in the released code, and the learning-rate schedule.
+"""Adam as in the paper and in the released code, Muon, and the learning-rate schedule.
 
 All parameters live in one flat float32 buffer, the moments and gradients in three more of the same
 layout. One step is then a handful of operations on long vectors instead of several per tensor, the
@@ -36,12 +36,17 @@ class _Slot(NamedTuple):
     def of(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.shape.numel()].view(self.shape)
 
+    def matrices(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """The parameter as the matrices it consists of: queries, keys and values are three."""
+        return self.of(flat).chunk(3 if self.name.endswith("qkv.weight") else 1)
+
 
 class Adam:
     """Adam with decoupled weight decay on everything but layer norms and biases.
 
     released (`bias_correction=False`):  p ← p − lr · (m / (√v + ε) + wd · p)
     textbook (`bias_correction=True`):   the same with m / (1 − β1ᵗ) and v / (1 − β2ᵗ)
+    `kind="muon"`, matrices of blocks:   see `_muon`; their v stays 0
 
     A step whose gradient norm is not finite changes neither parameters nor moments; it is counted
     in `bad_steps` (all) and `bad_in_a_row`, on the device, without waiting for it. With
@@ -69,6 +74,7 @@ class Adam:
             for p in m.parameters(recurse=False)
             if working_dtype != torch.float32
         }
+        hidden = {name for name in named if config.kind == "muon" and is_hidden(name)}
         # Order: embeddings | linear weights | linear biases | norms. What decays comes first and
         # what has a working copy is contiguous, so both are slices.
         self.slots: list[_Slot] = []
@@ -103,7 +109,8 @@ class Adam:
             for slot in self.slots
         ]
         self._is_half = [id(named[slot.name]) in working for slot in self.slots]
-        self._groups, factors = self._by_rate(multipliers or {})
+        self._groups, factors = self._by_rate(multipliers or {}, hidden)
+        self._matrices = self._by_shape(multipliers or {}, hidden)
         self._factors = torch.tensor(factors, device=device)
         many = device.type == "cuda" and len(factors) > 2
         self._streams = [torch.cuda.Stream(device) for _ in factors] if many else []
@@ -139,12 +146,14 @@ class Adam:
         ]
 
     def _by_rate(
-        self, multipliers: Mapping[str, float]
+        self, multipliers: Mapping[str, float], hidden: set[str]
     ) -> tuple[list[tuple[float, list[tuple[Tensor, ...]]]], list[float]]:
         """(weight decay, own stretches of all buffers) of each group of equal rate; the rates."""
         groups: dict[tuple[float, float], list[slice]] = {}
         ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
         for slot, end in zip(self.slots, ends, strict=True):
+            if slot.name in hidden:
+                continue
             decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
             parts = groups.setdefault((decay, multipliers.get(slot.name, 1.0)), [])
             if parts and parts[-1].stop == slot.start:
@@ -164,6 +173,22 @@ class Adam:
                         mine = slice(a - begin, b - begin)
                         own[-1][1].append((self.master[a:b], self.grad[a:b], m[mine], v[mine]))
         return own, [rate for _, rate in groups]
+
+    def _by_shape(
+        self, multipliers: Mapping[str, float], hidden: set[str]
+    ) -> list[tuple[float, list[list[Tensor]]]]:
+        """(factor of the rate, [p, g, m] of each matrix) of Muon's matrices of equal shape."""
+        groups: dict[tuple[float, torch.Size], list[list[Tensor]]] = {}
+        for slot in self.slots:
+            factor = multipliers.get(slot.name, 1.0)
+            if slot.name not in hidden or not factor:
+                continue
+            for matrix in zip(*map(slot.matrices, (self.master, self.grad, self.m)), strict=True):
+                groups.setdefault((factor, matrix[0].shape), []).append(list(matrix))
+        return [
+            (factor, [list(tensors) for tensors in zip(*matrices, strict=True)])
+            for (factor, _), matrices in groups.items()
+        ]
 
     def accumulate(
         self,
@@ -263,6 +288,8 @@ class Adam:
                     grad_scale=divisor,
                     found_inf=skip,
                 )
+        for factor, (ps, gs, ms) in self._matrices:
+            self._muon(ps, gs, ms, lr * (factor * c.muon_rate / c.learning_rate), divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
         self.bad_steps += ~good & self.live
@@ -271,6 +298,34 @@ class Adam:
         self.exchange.hand_round(self.master)
         self._refresh()
         return norm
+
+    def _muon(
+        self,
+        ps: list[Tensor],
+        gs: list[Tensor],
+        ms: list[Tensor],
+        lr: Tensor,
+        divisor: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Muon (Jordan et al. 2024) on matrices of one shape, all at once.
+
+        m ← μ m + (1 − μ) g;  u = (1 − μ) g + μ m;  p ← p − lr · (0.2 √max(rows, columns) · O(u)
+        + wd · p), where O(u) has u's singular vectors and singular values near 1. The factor gives
+        the update the size of Adam's (Liu et al. 2025), so that rates and decay are comparable.
+        """
+        c, mu = self.config, self.config.muon_momentum
+        m = torch.stack(ms)
+        # In a step that is left out g is m: then m stays, and nothing that is not finite remains.
+        g = torch.where(skip > 0, m, torch.stack(gs) / divisor)
+        m = m.lerp_(g, 1 - mu)
+        o = orthogonal(g.lerp_(m, mu), torch.bfloat16 if g.is_cuda else torch.float32)
+        lr = lr * (1 - skip)
+        o = o * (-0.2 * math.sqrt(max(ps[0].shape)) * lr)
+        torch._foreach_copy_(ms, m.unbind())  # pyright: ignore[reportPrivateImportUsage]
+        if c.weight_decay:
+            torch._foreach_mul_(ps, (1 - c.weight_decay * lr).view(()))  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(ps, o.unbind())  # pyright: ignore[reportPrivateImportUsage]
 
     def _is_spike(self, norm: Tensor) -> Tensor:
         """Judge `norm` by the good ones before it and remember it if it is one of them."""
@@ -341,6 +396,27 @@ class Adam:
             if whole is not own:
                 own.copy_(self.exchange.mine(whole).flatten())
         self._refresh()
+
+
+def orthogonal(u: Tensor, dtype: torch.dtype) -> Tensor:
+    """Matrices (n, rows, columns) with their singular values brought to between about 0.7 and 1.2.
+
+    Five rounds of a quintic Newton-Schulz iteration with the coefficients of the Muon paper, which
+    lift small singular values as fast as possible instead of converging to exactly 1.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = (u / u.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    tall = u.shape[1] > u.shape[2]
+    for _ in range(5):
+        square = x.mT @ x if tall else x @ x.mT  # of the smaller side
+        by = torch.baddbmm(square, square, square, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((x, by) if tall else (by, x)), beta=a)
+    return x.to(u.dtype)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether Muon takes it: the matrices inside the blocks of an encoder."""
+    return "blocks." in name and is_decayed(name)
 
 
 def is_decayed(name: str) -> bool:

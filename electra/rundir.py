@@ -31,6 +31,7 @@ from .runtime import Runtime
 # What may differ when a run is continued; anything else would make it another experiment.
 _MAY_CHANGE = (
     "optim.learning_rate",
+    "optim.muon_rate",
     "run.train_steps",
     "run.minutes",
     "run.device",

@@ -170,6 +170,25 @@ class TextbookAdam:
         self.p = self.p - lr * (m / (np.sqrt(v) + self.epsilon) + self.decay * self.p)
 
 
+class SlowMuon:
+    """Muon on one matrix, by its singular values, which the iteration lifts one by one."""
+
+    def __init__(self, p: np.ndarray, *, momentum: float, decay: float) -> None:
+        self.p, self.m = p.astype(np.float64), np.zeros(p.shape)
+        self.momentum, self.decay = momentum, decay
+
+    def step(self, g: np.ndarray, lr: float) -> None:
+        self.m = self.momentum * self.m + (1 - self.momentum) * g
+        left, s, right = np.linalg.svd(
+            (1 - self.momentum) * g + self.momentum * self.m, full_matrices=False
+        )
+        s = s / np.sqrt((s**2).sum())
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        update = 0.2 * math.sqrt(max(self.p.shape)) * (left * s) @ right
+        self.p = self.p - lr * (update + self.decay * self.p)
+
+
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
     """Philox4x32-10 with Python's own integers (Salmon et al. 2011)."""
     c, k, word = list(counter), list(key), 2**32

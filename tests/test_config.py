@@ -255,6 +255,8 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("objective.gen_weight", ObjectiveConfig, {"gen_weight": -1.0}),
     ("optim.learning_rate", OptimConfig, {"learning_rate": 0.0}),
     ("optim.learning_rate", OptimConfig, {"learning_rate": float("nan")}),
+    ("optim.muon_rate", OptimConfig, {"muon_rate": 0.0}),
+    ("optim.muon_momentum", OptimConfig, {"muon_momentum": 1.0}),
     ("optim.generator_rate", OptimConfig, {"generator_rate": 0.0}),
     ("optim.warmup_steps", OptimConfig, {"warmup_steps": -1}),
     ("optim.warmup_percent", OptimConfig, {"warmup_percent": 101.0}),

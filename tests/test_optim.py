@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from electra.config import OptimConfig
 from electra.encoder import LayerNorm
 from electra.errors import CorruptError
 from electra.exchange import Exchange
-from electra.optim import Adam, is_decayed, learning_rate
+from electra.optim import Adam, is_decayed, learning_rate, orthogonal
 
 
 class Net(nn.Module):
@@ -156,17 +157,129 @@ def test_a_gradient_below_the_clip_stays_as_it_is() -> None:
         torch.testing.assert_close(m, (1 - 0.9) * grads[name])
 
 
+# ---------------------------------------------------------------------- muon
+
+
+class Blocks(nn.Module):
+    """Two layers of what Muon takes, square, tall and wide, and what it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word = nn.Embedding(13, 7)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"qkv": nn.Linear(7, 21), "up": nn.Linear(7, 11), "down": nn.Linear(11, 7)}
+            )
+            for _ in range(2)
+        )
+        self.norm = LayerNorm(7, 1e-12)
+        self.head = nn.Linear(7, 5)
+
+
+MUON = OptimConfig(kind="muon", weight_decay=0.1, learning_rate=0.01, muon_rate=0.03)
+
+
+def blocks(seed: int = 0) -> Blocks:
+    module = Blocks()
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return module
+
+
+def apart(name: str, tensor: Tensor) -> list[np.ndarray]:
+    """The matrices of a parameter, in float64."""
+    values = tensor.detach().double().numpy()
+    return list(values.reshape(3, 7, 7)) if "qkv" in name else [values]
+
+
+def test_ten_steps_of_muon_are_those_of_one_matrix_after_the_other() -> None:
+    module = blocks()
+    factors = {"blocks.1.up.weight": 0.5, "blocks.1.down.weight": 0.0}
+    optimizer = Adam(module, MUON, multipliers=factors)
+    slow = {
+        name: [reference.SlowMuon(p, momentum=0.95, decay=0.1) for p in apart(name, parameter)]
+        for name, parameter in module.named_parameters()
+        if "blocks" in name and name.endswith("weight")
+    }
+    assert len(slow) == 6
+    for step in range(10):
+        rate, grads = 0.01 / (step + 1), gradients(module, step, scale=3.0)
+        norm = apply(optimizer, grads, rate, step)
+        assert norm > 1.0  # clipped, by all parameters together
+        for name, matrices in slow.items():
+            lr = 3 * rate * factors.get(name, 1.0)  # muon_rate / learning_rate is 3
+            for one, grad in zip(matrices, apart(name, grads[name]), strict=True):
+                one.step(grad / float(norm), lr)
+    for name, matrices in slow.items():
+        ours = apart(name, module.get_parameter(name))
+        for one, p, before in zip(
+            matrices, ours, apart(name, blocks().get_parameter(name)), strict=True
+        ):
+            assert (np.abs(one.p - before).max() > 0.01) == (factors.get(name) != 0.0)
+            np.testing.assert_allclose(p, one.p, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.up.weight", "blocks.0.down.weight"])
+def test_one_matrix_moves_as_with_torchs_muon(name: str) -> None:
+    """Which computes in bfloat16, ours on a CPU in float32: the same to its precision."""
+    module = blocks()
+    config = dataclasses.replace(MUON, max_grad_norm=1e9)
+    optimizer = Adam(module, config)
+    alone = nn.Parameter(module.get_parameter(name).detach().clone())
+    before = alone.detach().clone()
+    theirs = torch.optim.Muon(
+        [alone], lr=0.03, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for step in range(5):
+        grads = gradients(module, step)
+        apply(optimizer, grads, 0.01, step)
+        alone.grad = grads[name]
+        theirs.step()
+    moved, wanted = module.get_parameter(name).detach() - before, alone.detach() - before
+    assert (moved - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_all_else_is_adams_under_muon_too() -> None:
+    one, two = blocks(), blocks()
+    muon, adam = Adam(one, MUON), Adam(two, dataclasses.replace(MUON, kind="adam"))
+    for step in range(3):
+        for optimizer, module in ((muon, one), (adam, two)):
+            apply(optimizer, gradients(module, step), 0.01, step)
+    for name, parameter in one.named_parameters():
+        same = torch.equal(parameter, two.get_parameter(name))
+        assert same == (not (name.startswith("blocks.") and name.endswith("weight"))), name
+
+
+@pytest.mark.parametrize("shape", [(7, 7), (30, 8), (8, 30)])
+def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, int]) -> None:
+    u = torch.randn(4, *shape, generator=torch.Generator().manual_seed(1))
+    left, values, right = torch.linalg.svd(u, full_matrices=False)
+    ours = left.mT @ orthogonal(1e-3 * u, torch.float32) @ right.mT
+    lifted = ours.diagonal(dim1=1, dim2=2)
+    known = values > 0.05 * values[:, :1]
+    assert lifted[known].min() > 0.6
+    assert lifted.max() < 1.25
+    torch.testing.assert_close(
+        ours - torch.diag_embed(lifted), torch.zeros_like(ours), atol=1e-4, rtol=0
+    )
+    assert not orthogonal(torch.zeros(2, *shape), torch.float32).any()
+
+
 # ---------------------------------------------------------------------- broken gradients
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_gradient_changes_no_bit_and_is_counted(value: float) -> None:
-    module = net()
-    adam = Adam(module, OptimConfig())
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_broken_gradient_changes_no_bit_and_is_counted(kind: Any, value: float) -> None:
+    module = net() if kind == "adam" else blocks()
+    adam = Adam(module, OptimConfig(kind=kind))
+    place = "w.weight" if kind == "adam" else "blocks.1.up.weight"
     apply(adam, gradients(module, 0), 0.1, 0)
     before = snapshot(adam)
     broken = gradients(module, 1)
-    broken["w.weight"][0, 5] = value
+    broken[place][0, 5] = value
     norm = apply(adam, broken, 0.1, 1)
     assert not torch.isfinite(norm)
     assert_same(before, snapshot(adam))
@@ -174,12 +287,13 @@ def test_a_broken_gradient_changes_no_bit_and_is_counted(value: float) -> None:
     assert (int(adam.bad_steps), int(adam.bad_in_a_row)) == (2, 2)
     apply(adam, gradients(module, 3), 0.1, 3)
     assert (int(adam.bad_steps), int(adam.bad_in_a_row)) == (2, 0)
-    assert not torch.equal(before["model"]["w.weight"], adam.state()["model"]["w.weight"])
+    assert not torch.equal(before["model"][place], adam.state()["model"][place])
 
 
-def test_a_step_that_is_not_live_changes_nothing_and_counts_nothing() -> None:
-    module = net()
-    adam = Adam(module, OptimConfig())
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_a_step_that_is_not_live_changes_nothing_and_counts_nothing(kind: Any) -> None:
+    module = net() if kind == "adam" else blocks()
+    adam = Adam(module, OptimConfig(kind=kind))
     before = snapshot(adam)
     adam.live.fill_(False)
     apply(adam, gradients(module, 0), 0.1, 0)
