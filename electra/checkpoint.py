@@ -2,6 +2,7 @@
 
     checkpoints/step-00001000/model.safetensors      parameters, float32
                               optimizer.safetensors  Adam's moments and the running meters
+                              average.safetensors    of the parameters, if asked for (optim.average)
                               state.json             step, seconds trained, what belongs together
                               MANIFEST.json          size and SHA-256 of each, and its own
 

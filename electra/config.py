@@ -46,6 +46,7 @@ Positive = Annotated[float, _Rule(lambda v: 0 < v < math.inf, "a positive number
 NotNegative = Annotated[float, _Rule(lambda v: 0 <= v < math.inf, "0 or a positive number")]
 Portion = Annotated[float, _Rule(lambda v: 0 <= v < 1, "a number from 0 to below 1")]
 Percent = Annotated[float, _Rule(lambda v: 0 <= v <= 100, "a percentage from 0 to 100")]
+HalfPercent = Annotated[float, _Rule(lambda v: 0 <= v <= 50, "a percentage from 0 to 50")]
 MaskPercent = Annotated[
     float, _Rule(lambda v: 0.001 <= v < 100, "a percentage such as 15 (paper), or 25 for large")
 ]
@@ -176,6 +177,8 @@ class ObjectiveConfig(Settings):
     """Where the discriminator of two_stage starts: at the generator's weights, or at new ones."""
     disc_weight: NotNegative = 50.0
     """λ, the weight of the discriminator's loss."""
+    disc_start_percent: HalfPercent = 0.0
+    """The generator's head start: λ is 0 for this share of the run, then rises over as long."""
     gen_weight: NotNegative = 1.0
     """Weight of the generator's loss."""
     mask_percent: MaskPercent = 15.0
@@ -242,6 +245,9 @@ class OptimConfig(Settings):
     """Decoupled weight decay; layer norms and biases are excluded."""
     max_grad_norm: Positive = 1.0
     """Clip of the global gradient norm over generator and discriminator together."""
+    average: Portion = 0.0
+    """Decay of a moving average of the weights, such as 0.999, which is evaluated and exported in
+    their place; 0 is off. Early on it forgets faster: step t has at least the weight 9/(10 + t)."""
     skip_spikes: bool = False
     """Leave out a step whose gradient norm lies more than 6 standard deviations above the mean of
     the last 128 good steps; it counts as a bad step (run.max_bad_steps)."""
@@ -335,7 +341,7 @@ class PretrainConfig:
             fix = "raise encoder.max_positions or shorten the sequences"
             raise ElectraError(what, where="data.sequence_length", fix=fix)
         o, g = self.objective, self.generator
-        has_both = o.kind != "mlm" and g.kind == "network"
+        trains_both = o.kind != "mlm" and g.kind == "network" and not g.frozen
         for broken, where, what, fix in (
             (
                 o.algorithm != "joint" and (o.kind, g.kind) != ("rtd", "network"),
@@ -376,10 +382,17 @@ class PretrainConfig:
                 "set objective.algorithm to joint, and objective.kind to another than mlm",
             ),
             (
-                self.optim.generator_rate != 1 and not has_both,
+                self.optim.generator_rate != 1 and not trains_both,
                 "optim.generator_rate",
-                "There is no generator that could have a rate of its own.",
+                "There is no generator in training that could have a rate of its own.",
                 "leave it at 1",
+            ),
+            (
+                o.disc_start_percent > 0 and not (trains_both and o.algorithm == "joint"),
+                "objective.disc_start_percent",
+                "Only a generator that is trained beside the discriminator can begin before it.",
+                "use it with objective.algorithm joint and generator.kind network, or leave it at "
+                "0",
             ),
             (
                 o.disc_positions != "all" and o.kind not in ("rtd", "electric"),

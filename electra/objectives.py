@@ -63,6 +63,7 @@ class Batch(NamedTuple):
     length: Tensor  # (B,) int64
     tokens: Tensor  # () float32, tokens of the global batch
     masked: Tensor  # () float32, masked positions of the global batch
+    disc_share: Tensor | None = None  # () float32, of λ, where the generator has a head start
 
 
 class Losses(NamedTuple):
@@ -363,6 +364,8 @@ class WithGenerator(Objective):
             mlm, mlm_correct = self.mlm_loss(k.g, k.m, batch, k.guess)
         main = self.main_loss(k, batch, rng)
         total = c.disc_weight * main.loss
+        if batch.disc_share is not None:
+            total = total * batch.disc_share
         if self.stage == "joint":
             total = total + c.gen_weight * self.generator_loss(k, mlm, main, batch, rng)
         return Losses(
@@ -557,6 +560,12 @@ class Electric(ReplacedTokenDetection):
         """The generator learns from every token but the special ones."""
         nll = -self.log_q(k, batch.x[:, :, None]).squeeze(-1)
         return (nll * self.candidates(batch)).sum() / batch.tokens.clamp(min=1)
+
+
+def disc_share(start_percent: float, progress: float) -> float:
+    """Share of λ that counts when `progress` (0 to 1) of a run is done: 0, then rising to 1."""
+    start = start_percent / 100
+    return min(1.0, max(0.0, progress / start - 1)) if start > 0 else 1.0
 
 
 def log_softmax_at(head: GeneratorHead, h: Tensor, table: Tensor, targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -89,6 +89,7 @@ class Adam:
         self.master = torch.zeros(self.exchange.padded(start), device=device)
         self.grad = torch.zeros_like(self.master)
         self.m, self.v = (torch.zeros_like(self.exchange.mine(self.master)).flatten() for _ in "mv")
+        self.mean = torch.zeros_like(self.master) if config.average else None
         self._shadow = self.master[self._working].to(working_dtype)
         for slot in self.slots:
             parameter = named[slot.name]
@@ -123,6 +124,8 @@ class Adam:
         self._whole = {"model": self.master, "m": self.m, "v": self.v}
         if self.exchange.shares > 1:  # brought together in the host's memory, for a checkpoint
             self._whole |= {key: torch.zeros(len(self.master)) for key in ("m", "v")}
+        if self.mean is not None:
+            self._whole["average"] = self.mean.copy_(self.master)
         self._state = {
             key: {slot.name: slot.of(flat) for slot in self.slots}
             for key, flat in self._whole.items()
@@ -292,6 +295,9 @@ class Adam:
             self._muon(ps, gs, ms, lr * (factor * c.muon_rate / c.learning_rate), divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
+        if self.mean is not None:
+            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
+            self.mean.lerp_(self.master, weight)
         self.bad_steps += ~good & self.live
         self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
         torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
@@ -357,8 +363,24 @@ class Adam:
             for key, own in (("m", self.m), ("v", self.v)):
                 self.exchange.collect(own, self._whole[key])
 
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """The module computes with the average of its weights inside the block, if there is one."""
+        if self.mean is None:
+            yield
+            return
+        now = self.master.clone()
+        self.master.copy_(self.mean)
+        self._refresh()
+        try:
+            yield
+        finally:
+            self.master.copy_(now)
+            self._refresh()
+
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Parameters (float32) and both moments by the parameters' names, as views."""
+        """Parameters (float32), their average if there is one, and both moments by the parameters'
+        names, as views."""
         return {key: dict(views) for key, views in self._state.items()}
 
     def counters(self) -> dict[str, Tensor]:
@@ -369,8 +391,14 @@ class Adam:
         return {name: getattr(self, name) for name in names}
 
     def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Restore what `state` gave; names and shapes must be the same."""
-        for key, own in (("model", self.master), ("m", self.m), ("v", self.v)):
+        """Restore what `state` gave; names and shapes must be the same. An average that is not
+        given starts at the parameters."""
+        buffers = {"model": self.master, "m": self.m, "v": self.v}
+        if self.mean is not None:
+            buffers["average"] = self.mean
+            if "model" in saved:
+                saved = {"average": saved["model"], **saved}
+        for key, own in buffers.items():
             if key not in saved:
                 continue
             given = saved[key]
@@ -433,7 +461,7 @@ def learning_rate(config: OptimConfig, step: int, progress: float, total_steps: 
     then:   rises over the warm-up share w of the run, then falls in a straight line to 0.
     times:  peak · (1 − t/T) · min(1, t/W); the decay runs from the first step (released code).
     cosine: rises as `then`, then falls as half a cosine to 0.
-    wsd:    rises as `then`, stays, and falls in a straight line to 0 over the last share of the run.
+    wsd:    rises as `then`, stays, and falls in a straight line to 0 over the last decay_percent.
     """
     if config.warmup_percent is not None:
         w = config.warmup_percent / 100

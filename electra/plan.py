@@ -27,7 +27,8 @@ class Plan:
     paper_flops: float
     """Of the whole run by the paper's rules, to compare with its tables."""
     state_bytes: int
-    """Weights, gradients and both moments in float32, and bf16 working copies."""
+    """Weights, gradients, both moments and an average, if any, in float32, and bf16 working
+    copies."""
     activation_bytes_per_sequence: int
     """Roughly what one sequence keeps for the backward pass in bf16; twice as much in fp32."""
 
@@ -54,7 +55,7 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
         flops_per_token=flops,
         total_flops=flops * tokens,
         paper_flops=paper_flops(config, vocab_size),
-        state_bytes=(kept + extra) * (4 * 4 + 2),
+        state_bytes=(kept + extra) * (4 * (5 if config.optim.average else 4) + 2),
         activation_bytes_per_sequence=sum(_activations(config, e) for e in both) + logits,
     )
 

@@ -39,6 +39,7 @@ from .objectives import (
     SpecialIds,
     WithGenerator,
     build_objective,
+    disc_share,
 )
 from .optim import Adam, learning_rate
 from .randomness import StepRng
@@ -221,9 +222,10 @@ def _train(
             return True
         asked = stop if trainer.may_stop else lambda: False
         try:
-            result = evaluate(
-                objective, corpus.held_out, batches=run.eval_batches, should_stop=asked
-            )
+            with trainer.optimizer.averaged():
+                result = evaluate(
+                    objective, corpus.held_out, batches=run.eval_batches, should_stop=asked
+                )
         except Stopped:
             return False
         log.write("eval", step, {**result.as_dict(), "unigram_entropy": unigram})
@@ -271,12 +273,12 @@ def _train(
                             warn_of_warmup = False
                             if config.optim.warmup_steps >= total:
                                 log.warn(_long_warmup(config))
+                    ahead = range(step, step + trainer.block_steps)
+                    after = [progress_at(s, seconds) for s in ahead]
                     trainer.load_block(
                         step,
-                        [
-                            rate_at(s, progress_at(s, seconds), total)
-                            for s in range(step, step + trainer.block_steps)
-                        ],
+                        [rate_at(s, p, total) for s, p in zip(ahead, after, strict=True)],
+                        [disc_share(config.objective.disc_start_percent, p) for p in after],
                     )
                 trainer.step()
                 step += 1
@@ -371,6 +373,7 @@ class Trainer:
         self.slot = torch.zeros((), dtype=torch.int64, device=device)  # place in the block
         self.counter = torch.zeros((), dtype=torch.int64, device=device)  # steps done
         self.rates = torch.zeros(self.block_steps, device=device)
+        self.shares = torch.ones(self.block_steps, device=device)  # of λ
         self.row = torch.arange(batches.rows.start, batches.rows.stop, device=device)
         self.meter = Meter(torch.zeros(len(Meter.FIELDS), dtype=torch.float64, device=device))
         self.block: Block | None = None
@@ -384,6 +387,9 @@ class Trainer:
         assert self.block is not None
         for i, rows in enumerate(self.micro_batches):
             batch = self.block.batch(self.slot, rows, self.config)
+            if self.config.objective.disc_start_percent:
+                share = self.shares.index_select(0, self.slot.view(1))[0]
+                batch = batch._replace(disc_share=share)
             rng = StepRng(self.seed, self.counter, self.row[rows])
             losses = self.forward(batch, rng)
             if last := i == len(self.micro_batches) - 1:
@@ -416,8 +422,8 @@ class Trainer:
         """Whether all processes are at the same place and can agree on stopping."""
         return self.runtime.world == 1 or self._left == 0
 
-    def load_block(self, step: int, rates: list[float]) -> None:
-        """Bring the batches and learning rates of the next steps to the device."""
+    def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
+        """Bring the batches, learning rates and shares of λ of the next steps to the device."""
         block = self.batches.block(step, self.block_steps)
         if self.block is None:
             self.block = block
@@ -425,6 +431,8 @@ class Trainer:
             for old, new in zip(self.block, block, strict=True):
                 old.copy_(new)
         self.rates.copy_(torch.tensor(rates))
+        if shares is not None:
+            self.shares.copy_(torch.tensor(shares))
         self.slot.zero_()
         self._left = self.block_steps
 
@@ -490,13 +498,14 @@ class Trainer:
         state = self.optimizer.state()
         moments = {f"{key}.{name}": t for key in ("m", "v") for name, t in state[key].items()}
         extra = {"meter": self.meter.sums, **self.optimizer.counters()}
-        return {"model": state["model"], "optimizer": {**moments, **extra}}
+        average = {"average": state["average"]} if "average" in state else {}
+        return {"model": state["model"], "optimizer": {**moments, **extra}, **average}
 
     def load(self, tensors: dict[str, dict[str, Tensor]], step: int) -> None:
         optimizer = tensors["optimizer"]
         self.optimizer.load(
             {
-                "model": tensors["model"],
+                **{key: tensors[key] for key in ("model", "average") if key in tensors},
                 **{
                     key: {n[2:]: t for n, t in optimizer.items() if n.startswith(f"{key}.")}
                     for key in ("m", "v")

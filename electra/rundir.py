@@ -203,7 +203,8 @@ def load_run(run: Path) -> LoadedRun:
         )
     with reading(run / "run.json"):
         config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
-        weights, vocab_size = saved.tensors["model"], record["vocab_size"]
+        weights = saved.tensors.get("average", saved.tensors["model"])
+        vocab_size = record["vocab_size"]
         # Before memory is taken: a damaged number would ask for any amount of it.
         found = sum(t.numel() for t in weights.values())
         wanted = sum(count_parameters(config, vocab_size))

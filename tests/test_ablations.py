@@ -964,6 +964,12 @@ def test_disentangled_tables_are_merged_in_an_export_from_which_training_continu
         (KINDS["other"] | {"objective_kind": "mlm"}, "objective.disc_positions"),
         ({"optim_generator_rate": 0.5, "objective_kind": "mlm"}, "optim.generator_rate"),
         ({"optim_generator_rate": 0.5, "generator_kind": "unigram"}, "optim.generator_rate"),
+        (KINDS["frozen"] | {"optim_generator_rate": 0.5}, "optim.generator_rate"),
+        (KINDS["mlm"] | {"objective_disc_start_percent": 5.0}, "objective.disc_start_percent"),
+        (
+            KINDS["two_stage"] | {"objective_disc_start_percent": 5.0},
+            "objective.disc_start_percent",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

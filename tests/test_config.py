@@ -255,6 +255,8 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("objective.gen_weight", ObjectiveConfig, {"gen_weight": -1.0}),
     ("optim.learning_rate", OptimConfig, {"learning_rate": 0.0}),
     ("optim.learning_rate", OptimConfig, {"learning_rate": float("nan")}),
+    ("objective.disc_start_percent", ObjectiveConfig, {"disc_start_percent": 51.0}),
+    ("optim.average", OptimConfig, {"average": 1.0}),
     ("optim.muon_rate", OptimConfig, {"muon_rate": 0.0}),
     ("optim.muon_momentum", OptimConfig, {"muon_momentum": 1.0}),
     ("optim.generator_rate", OptimConfig, {"generator_rate": 0.0}),

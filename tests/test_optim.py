@@ -302,6 +302,54 @@ def test_a_step_that_is_not_live_changes_nothing_and_counts_nothing(kind: Any) -
     assert int(adam.bad_steps) == int(adam.bad_in_a_row) == 0
 
 
+# ---------------------------------------------------------------------- the average
+
+
+def test_the_average_is_that_of_the_weights_of_every_good_step() -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(average=0.9))
+    mean = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for step in range(120):
+        grads = gradients(module, step)
+        if step == 50:
+            grads["w.bias"][0] = torch.nan
+        apply(adam, grads, 0.01, step)
+        share = max(0.1, 9 / (10 + step))
+        for name, p in module.named_parameters():
+            mean[name] += (p.detach() - mean[name]) * (share if step != 50 else 0.0)
+    for name, tensor in adam.state()["average"].items():
+        torch.testing.assert_close(tensor, mean[name])
+        assert not torch.allclose(tensor, module.get_parameter(name), atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_module_computes_with_the_average_for_a_while(dtype: torch.dtype) -> None:
+    module = net()
+    adam = Adam(module, OptimConfig(average=0.5), working_dtype=dtype)
+    for step in range(30):
+        grads = gradients(module, step)
+        grads = {n: g.to(module.get_parameter(n).dtype) for n, g in grads.items()}
+        apply(adam, grads, 0.1, step)
+    before = snapshot(adam)
+    with adam.averaged():
+        for name, tensor in before["average"].items():
+            parameter = module.get_parameter(name)
+            assert torch.equal(parameter, tensor.to(parameter.dtype))
+            assert not torch.equal(tensor, before["model"][name])
+    assert_same(before, snapshot(adam))
+    for name, tensor in before["model"].items():
+        parameter = module.get_parameter(name)
+        assert torch.equal(parameter, tensor.to(parameter.dtype))
+
+
+def test_an_average_that_was_not_saved_starts_at_the_weights() -> None:
+    old, new = Adam(net(1), OptimConfig()), Adam(net(2), OptimConfig(average=0.9))
+    assert "average" not in old.state()
+    new.load(snapshot(old))
+    for name, tensor in new.state()["average"].items():
+        assert torch.equal(tensor, old.state()["model"][name])
+
+
 # ---------------------------------------------------------------------- spikes
 
 

@@ -103,11 +103,26 @@ def rare_lines(config: PretrainConfig) -> PretrainConfig:
     return with_run(config, log_every=7)
 
 
+def all_new(config: PretrainConfig) -> PretrainConfig:
+    """Muon, an average, a rate per network, another schedule and a head start at once."""
+    optim = replace(
+        config.optim, kind="muon", average=0.9, generator_rate=0.5, schedule="wsd", muon_rate=0.01
+    )
+    start = replace(config.objective, disc_start_percent=30.0)  # rises while it is stopped
+    return replace(config, optim=optim, objective=start)
+
+
 def as_it_is(config: PretrainConfig) -> PretrainConfig:
     return config
 
 
-VARIANTS: list[Callable[[PretrainConfig], PretrainConfig]] = [as_it_is, dropping, mlm, rare_lines]
+VARIANTS: list[Callable[[PretrainConfig], PretrainConfig]] = [
+    as_it_is,
+    dropping,
+    mlm,
+    rare_lines,
+    all_new,
+]
 
 
 # ---------------------------------------------------------------------- repeatable
@@ -314,14 +329,17 @@ def test_micro_batches_give_the_same_losses(
                 assert b[name] == value
 
 
-def test_it_learns_the_language(micro: PretrainConfig, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_it_learns_the_language(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, kind: Any
+) -> None:
     """On a language with a rule, both networks beat what needs no context."""
     wider = {"hidden_size": 32, "embedding_size": 32, "ffn_size": 64, "attention_heads": 4}
     config = replace(
         micro,
         encoder=replace(micro.encoder, **wider),
         generator=replace(micro.generator, width=1.0),
-        optim=replace(micro.optim, learning_rate=5e-3),
+        optim=replace(micro.optim, learning_rate=5e-3, kind=kind, muon_rate=5e-3),
         data=replace(micro.data, batch_size=32),
     )
     config = with_run(config, train_steps=300, log_every=100, eval_every=1000, save_every=1000)
