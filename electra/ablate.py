@@ -1,6 +1,7 @@
-"""The paper's ablations: a named study runs as a grid of settings by pre-training seeds.
+"""The paper's ablations, or a grid of one's own: settings by pre-training seeds.
 
-Comes in: the settings of the study's ELECTRA, a corpus, a folder of GLUE. Goes out:
+Comes in: the settings of the study's ELECTRA, a corpus, a folder of GLUE; for a grid of one's own
+a file with a table per row that says what it changes (`own_grid`). Goes out:
 
     DIR/ablate.json                     what was asked and, cell by cell, what came out
     DIR/LABEL/seed-N/settings.json      every setting of a cell
@@ -113,6 +114,24 @@ def rtd_vs_mlm(electra: PretrainConfig) -> Grid:
     }
 
 
+def own_grid(file: Path, electra: PretrainConfig) -> Grid:
+    """The rows of a TOML or JSON file: a table per label, what is not in it is as in `electra`.
+
+    [baseline]
+    ["muon, twice the rate"]
+    optim.kind = "muon"
+    optim.muon_rate = 3e-3
+    """
+    rows: Grid = {}
+    for label, values in read_settings_file(file).items():
+        where = f"{file}: {label}"
+        if not isinstance(values, dict) or not slug(label) or slug(label) in map(slug, rows):
+            what = f"{label!r} is no row: a row is a table with a name that no other row has."
+            raise ElectraError(what, where=where, fix='write ["its name"] above its settings')
+        rows[label] = from_dict(PretrainConfig, values, where=where, base=electra)
+    return rows
+
+
 STUDIES: dict[str, Callable[[PretrainConfig], Grid]] = {
     "efficiency": efficiency,
     "sharing": sharing,
@@ -168,9 +187,6 @@ def starting_point(name: str, steps: int | None = None) -> PretrainConfig:
         what = f"A study starts from ELECTRA's settings; these are {base.objective.kind}, "
         fix = "give settings with objective.kind rtd and objective.algorithm joint"
         raise ElectraError(f"{what}{base.objective.algorithm}.", where=f"--base {name}", fix=fix)
-    if base.run.minutes is not None:
-        what = "A study compares equal steps or FLOPs, which minutes do not tell."
-        raise ElectraError(what, where=f"--base {name}", fix="remove run.minutes")
     if base.optim.warmup_percent is None:
         share = min(100.0, 100 * base.optim.warmup_steps / base.run.train_steps)
         base = change(base, optim={"warmup_percent": share})
@@ -178,13 +194,17 @@ def starting_point(name: str, steps: int | None = None) -> PretrainConfig:
 
 
 def make_grid(study: str, base: PretrainConfig, vocab_size: int, equal: Equal) -> Grid:
-    """The rows of a study with equal steps, or as many steps as cost what ELECTRA's cost."""
+    """The rows of a study with equal steps, or as many steps as cost what ELECTRA's cost.
+
+    study: a name, or the file of a grid of one's own, whose rows may have steps or minutes.
+    """
     from .flops import matmul_flops_per_token  # its neighbours import torch
 
-    if study not in STUDIES:
+    is_own = Path(study).suffix in (".json", ".toml")
+    if not is_own and study not in STUDIES:
         near = difflib.get_close_matches(study, STUDIES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        fix = f"{hint}known studies: {', '.join(STUDIES)}"
+        fix = f"{hint}known studies: {', '.join(STUDIES)}; or give the file of a grid"
         raise ElectraError(f"There is no study {study!r}.", where="electra ablate", fix=fix)
 
     def with_steps(row: PretrainConfig) -> PretrainConfig:
@@ -196,7 +216,12 @@ def make_grid(study: str, base: PretrainConfig, vocab_size: int, equal: Equal) -
             steps *= 2  # the paper's n and n
         return change(row, run={"train_steps": steps})
 
-    return {label: with_steps(row) for label, row in STUDIES[study](base).items()}
+    rows = own_grid(Path(study), base) if is_own else STUDIES[study](base)
+    if (not is_own or equal == "flops") and any(row.run.minutes for row in rows.values()):
+        what = "Equal steps or FLOPs are compared here, which minutes do not tell."
+        fix = "remove run.minutes, or give a grid of your own with --equal steps"
+        raise ElectraError(what, where=f"electra ablate {study}", fix=fix)
+    return {label: with_steps(row) for label, row in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -280,7 +305,7 @@ def ablate(
     cells = make_cells(grid, seeds, out)
     plans = {label: make_plan(config, opened.vocab_size) for label, config in grid.items()}
     asked: dict[str, Any] = {
-        "study": study,
+        "study": Path(study).stem,
         "base": to_dict(base),
         "equal": equal,
         "corpus_fingerprint": opened.fingerprint,
@@ -292,6 +317,8 @@ def ablate(
         record: list[dict[str, Any]] = []
         for cell in cells:
             plan, result = plans[cell.label], outcome(cell.directory, tasks, tuning_seeds)
+            planned = cell.config.run.train_steps
+            steps = result["steps"] if result else planned  # fewer where minutes end the run
             state = f"failed: exit code {failed[cell]}" if cell in failed else "not finished"
             record.append(
                 {
@@ -299,10 +326,10 @@ def ablate(
                     "seed": cell.config.run.seed,
                     "state": "finished" if result else state,
                     "differs": _differs(cell.config, base),
-                    "steps": cell.config.run.train_steps,
-                    "tokens": plan.total_tokens,
-                    "flops": plan.total_flops,
-                    "paper_flops": plan.paper_flops,
+                    "steps": steps,
+                    "tokens": steps * plan.tokens_per_step,
+                    "flops": plan.total_flops * steps / planned,
+                    "paper_flops": plan.paper_flops * steps / planned,
                     "parameters": plan.discriminator_parameters,
                     "generator_parameters": plan.generator_parameters,
                     **(result or {}),
@@ -330,8 +357,15 @@ def ablate(
         if changed:
             what = "This directory holds another study: " + "; ".join(changed.values()) + "."
             raise ElectraError(what, where=str(out), fix="choose another --out")
+        for cell in cells:  # a row of a grid may have been written anew
+            if then := read_json(file := cell.directory / "settings.json"):
+                was = from_dict(PretrainConfig, then, where=str(file))
+                if changed := differences(to_dict(was), to_dict(cell.config)):
+                    what = f"{cell.label!r} had other settings: {'; '.join(changed.values())}."
+                    fix = "give the row another name, or choose another --out"
+                    raise ElectraError(what, where=str(cell.directory), fix=fix)
         todo = [c for c in cells if outcome(c.directory, tasks, tuning_seeds) is None]
-        note(f"{study}: {len(cells)} cells, {len(cells) - len(todo)} of them done before")
+        note(f"{asked['study']}: {len(cells)} cells, {len(cells) - len(todo)} of them done before")
         write_record()
         flags = [*tuning, "--seeds", str(tuning_seeds), "--tasks", *tasks]
 
@@ -434,6 +468,9 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
                 **read["summary"],
             }
     metrics = read_metrics(directory / "pretrain")
+    last: dict[str, Any] = max(
+        (m for m in metrics if m["kind"] == "train"), key=lambda m: m["step"], default={}
+    )
     curve = [
         {"step": m["step"]} | {key: _finite(m.get(key)) for key in CURVES}
         for m in metrics
@@ -444,7 +481,9 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
         "score": sum(s["median"] for s in scores.values()) / len(scores),
         "curve": curve,
         "held_out": {key: curve[-1][key] if curve else None for key in CURVES},
-        "seconds": max((m["seconds"] for m in metrics if m["kind"] == "train"), default=0.0),
+        "train": {key: _finite(last.get(key)) for key in ("loss", "mlm_loss", "disc_loss")},
+        "steps": last.get("step", 0),
+        "seconds": last.get("seconds", 0.0),
         "environment": read_json(directory / "pretrain" / "run.json")["environment"],
     }
 

@@ -531,10 +531,12 @@ class PredictCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class AblateCommand:
-    """Run a study of the paper: settings by seeds, scored on GLUE; the same command continues."""
+    """Run a study of the paper, or your own: settings by seeds, scored on GLUE; the same command
+    continues."""
 
     study: tyro.conf.Positional[str]
-    """efficiency, sharing, generator-size, algorithms, rtd-vs-mlm."""
+    """efficiency, sharing, generator-size, algorithms, rtd-vs-mlm, or a TOML or JSON file with a
+    table per row that names its settings."""
     corpus: Path
     """A corpus made by `electra prepare`."""
     data: Path

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .ablate import CURVES, PAPER
+from .ablate import CURVES, PAPER, STUDIES
 from .errors import ElectraError
 from .files import reading, storage_errors, write_atomic
 from .runlog import read_metrics
@@ -368,7 +368,12 @@ def _study_table(study: _Study) -> list[str]:
     head = ["setting", "seeds", "mean over tasks", f"minus {code(first)}", "paper"]
     head += [*map(code, study.tasks), "FLOPs", "steps", "MLM accuracy", "AUC"]
     rows: list[list[str]] = []
-    for label, cells in study.rows.items():
+    order = list(study.rows)
+    if study.name not in STUDIES:  # a grid of one's own: the best first
+        means = {label: spread(_values(cells, "score")) for label, cells in study.rows.items()}
+        order.sort(key=lambda label: -(m.mean if (m := means[label]) else -math.inf))
+    for label in order:
+        cells = study.rows[label]
         done = [cell for cell in cells if "score" in cell]
         medians = [spread([c["scores"][task]["median"] for c in done]) for task in study.tasks]
         row = [
@@ -385,7 +390,9 @@ def _study_table(study: _Study) -> list[str]:
             [*row, _percent(accuracy and accuracy.mean), f"{auc.mean:.3f}" if auc else _NONE]
         )
     said = "Scores × 100: mean ± standard deviation (95 % confidence interval) over pre-training "
-    said += "seeds. The paper's numbers are of Base size, all of GLUE, and far longer training."
+    said += "seeds."
+    if study.name in STUDIES:
+        said += " The paper's numbers are of Base size, all of GLUE, and far longer training."
     troubles = [
         f"- {code(cell['label'])}, seed {cell['seed']}: {code(cell['state'])}"
         for cells in study.rows.values()

@@ -166,7 +166,7 @@ def test_the_warm_up_keeps_its_share_of_fewer_steps(tmp_path: Path) -> None:
     [
         ("bert-small", "", "starts from ELECTRA's settings; these are mlm, joint"),
         ("x.toml", "[objective]\nalgorithm = 'adversarial'", "these are rtd, adversarial"),
-        ("x.toml", "[run]\nminutes = 3", "minutes"),
+        ("x.toml", "[run]\nminutes = 3", "which minutes do not tell"),
         ("smal", "", "did you mean 'small'"),
     ],
 )
@@ -177,8 +177,59 @@ def test_what_is_not_electra_is_no_start(
         (tmp_path / name).write_text(content)
         name = str(tmp_path / name)
     with pytest.raises(ElectraError) as caught:
-        ablate.starting_point(name)
+        ablate.make_grid("efficiency", ablate.starting_point(name), VOCABULARY, "steps")
     assert reason in str(caught.value)
+
+
+# ---------------------------------------------------------------------- a grid of one's own
+
+
+def test_the_rows_of_a_file_change_what_they_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("[base]\n['two, three']\noptim.beta2 = 0.98\nrun.minutes = 2\n")
+    start = ablate.starting_point("tiny", 40)
+    rows = ablate.make_grid(str(file), start, VOCABULARY, "steps")
+    assert rows["base"] == start
+    assert list(rows) == ["base", "two, three"]
+    both = {"optim": {"beta2": 0.98}, "run": {"minutes": 2}}
+    assert rows["two, three"] == ablate.change(start, **both)
+    with pytest.raises(ElectraError, match="minutes"):
+        ablate.make_grid(str(file), start, VOCABULARY, "flops")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("x = 3", "'x' is no row"),
+        ("['a b']\n['A-b']", "'A-b' is no row"),
+        ("['??']", "'??' is no row"),
+        ("[a]\noptim.beta3 = 1", "did you mean 'beta2'"),
+        ("[a]\noptim.beta2 = 'x'", "'x' is not float"),
+        ("[a", "not valid TOML"),
+    ],
+)
+def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, content: str, reason: str) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(content)
+    with pytest.raises(ElectraError) as caught:
+        ablate.make_grid(str(file), ablate.starting_point("tiny"), VOCABULARY, "steps")
+    assert reason in str(caught.value)
+    assert "mine.toml" in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["one_change", "muon"])
+def test_every_written_attempt_can_be_run(name: str) -> None:
+    folder = ROOT / "benchmarks" / "attempts"
+    file, start = folder / f"{name}.toml", ablate.starting_point(str(folder / "base.toml"))
+    rows = ablate.make_grid(str(file), start, VOCABULARY, "steps")
+    assert start in rows.values()
+    lines = file.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith("["):
+            assert lines[number - 1].startswith("# "), f"{line} has no prediction"
+    for label, row in rows.items():
+        # Nothing that is exported is larger than the track allows.
+        assert make_plan(row).discriminator_parameters <= 14e6, label
 
 
 # ---------------------------------------------------------------------- running
@@ -353,6 +404,44 @@ def test_what_does_not_fit_is_refused_before_anything_runs(
 ) -> None:
     assert cli.run([*arguments(settings, corpus, folder, done.out), *more]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_rows_are_added_to_a_grid_but_not_changed_in_it(
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A run that minutes end has the steps that it made."""
+    grid, out = tmp_path / "mine.toml", tmp_path / "out"
+    moment = "['a moment']\nrun.minutes = 0.001\n"
+    grid.write_text(moment)
+    command = arguments(settings, corpus, folder, out)
+    command[1] = str(grid)
+    assert cli.run(command) == 0
+    (cell,) = json.loads((out / "ablate.json").read_bytes())["cells"]
+    assert (cell["label"], cell["differs"]) == ("a moment", {"run.minutes": 0.001})
+    assert 0 < cell["steps"] < STEPS
+    assert cell["tokens"] == cell["steps"] * 8 * 23
+    plan = make_plan(ablate.starting_point(str(settings)), corpus.vocab_size)
+    assert cell["flops"] == pytest.approx(cell["steps"] / STEPS * plan.total_flops)
+    last = [m for m in read_metrics(out / "a-moment" / "seed-7" / "pretrain") if "loss" in m][-1]
+    assert cell["train"] == {key: last[key] for key in ("loss", "mlm_loss", "disc_loss")}
+
+    def refuse(cell: ablate.Cell, *_: Any) -> None:
+        raise ElectraError(f"no process for {cell.label}")
+
+    monkeypatch.setattr(ablate, "_Running", refuse)
+    grid.write_text(f"[six]\nrun.train_steps = 6\n{moment}")
+    assert cli.run(command) == 2
+    said = capsys.readouterr().err
+    assert "mine: 2 cells, 1 of them done before" in said
+    assert "no process for six" in said
+    grid.write_text(f"{moment}optim.beta2 = 0.9\n")
+    assert cli.run(command) == 2
+    assert "'a moment' had other settings: optim.beta2: 0.999 → 0.9" in capsys.readouterr().err
 
 
 def test_a_wrong_setting_of_glue_is_refused_before_anything_runs(
@@ -611,6 +700,23 @@ def test_without_a_row_of_electra_the_first_one_is_compared_with(tmp_path: Path)
     assert "| `none` | 1 of 1 | 45.0 | – | 83.6 |" in shown
     assert "| `all weights` | 1 of 1 | 50.0 | 5.0 | 84.4 |" in shown
     assert "| setting |" in report([a_study(tmp_path / "empty", [])])
+
+
+def test_a_grid_of_ones_own_is_shown_from_the_best_row_down(tmp_path: Path) -> None:
+    cells = [
+        a_cell(label, 0, {"cola": [0, value, 1], "rte": [0, 0.5, 1]} if value else {}, **more)
+        for label, value, more in (
+            ("base", 0.4, {"differs": {}}),
+            ("failed", None, {"state": "failed: exit code 4"}),
+            ("worse", 0.3, {}),
+            ("better", 0.5, {}),
+        )
+    ]
+    shown = report([a_study(tmp_path / "study", cells, "mine")])
+    rows = [line.split("`")[1] for line in shown.splitlines() if line.startswith("| `")]
+    assert rows == ["better", "base", "worse", "failed"]
+    assert " | minus `base` | " in shown
+    assert "The paper's numbers" not in shown
 
 
 def test_the_confidence_interval_is_that_of_students_t() -> None:

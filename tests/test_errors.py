@@ -403,6 +403,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ),
     # ablate
     ("ablate", "the study is not known"): lambda p: p.ablate("efficency", "--dry-run"),
+    ("ablate", "a grid names a row twice"): lambda p: p.ablate(
+        str(p.file("mine.toml", "['a b']\n['A b']\n")), "--dry-run"
+    ),
     ("ablate", "it does not start from ELECTRA"): lambda p: p.ablate(
         "sharing", "--base", "bert-small"
     ),
