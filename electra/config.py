@@ -376,6 +376,12 @@ class PretrainConfig:
                 "set generator.sharing to embeddings",
             ),
             (
+                self.optim.kind == "muon" and self.run.sharding == "optimizer",
+                "run.sharding",
+                "Muon turns whole matrices, of which a share of the optimizer has parts.",
+                "set run.sharding to none, or optim.kind to adam",
+            ),
+            (
                 g.frozen and (o.algorithm != "joint" or o.kind == "mlm"),
                 "generator.frozen",
                 "Only a generator that is trained beside a discriminator can stay as it is.",
