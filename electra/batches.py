@@ -11,42 +11,46 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .config import PretrainConfig
 from .corpus import Examples
-from .corruption import num_masked
+from .corruption import lay_out, num_masked
 from .objectives import Batch
+from .packing import Packing
 from .randomness import shuffled
 from .runtime import Runtime
 
 
 class Block(NamedTuple):
-    """The batches of S consecutive steps; R rows of the B of each step belong to this process."""
+    """The batches of S consecutive steps; R rows of the B of each step belong to this process.
+
+    A row holds up to P examples one after another; the lengths of those that are not there are 0.
+    """
 
     x: Tensor  # (S, R, T) int32
-    split: Tensor  # (S, R) int32, where the second segment begins
-    length: Tensor  # (S, R) int32
-    all_lengths: Tensor  # (S, B) int32, of the whole global batch
+    segment: Tensor  # (S, R, T) int32, 0 or 1
+    length: Tensor  # (S, R, P) int32
+    all_lengths: Tensor  # (S, B, P) int32, of the whole global batch
 
     def batch(self, slot: Tensor, rows: slice, config: PretrainConfig) -> Batch:
         """The micro-batch `rows` of the step at `slot`, a () int64 tensor on the device."""
         x = self.x.index_select(0, slot.view(1))[0, rows].long()  # (R', T)
-        length = self.length.index_select(0, slot.view(1))[0, rows].long()
-        split = self.split.index_select(0, slot.view(1))[0, rows]
+        length = self.length.index_select(0, slot.view(1))[0, rows].long()  # (R', P)
         masked, tokens = self.counts(slot, config)
-        position = torch.arange(x.shape[1], device=x.device)
         return Batch(
             x=x,
-            segment=((position >= split[:, None]) & (position < length[:, None])).long(),
-            length=length,
+            segment=self.segment.index_select(0, slot.view(1))[0, rows].long(),
+            length=length.sum(1),
             tokens=tokens,
             masked=masked,
+            parts=length if length.shape[1] > 1 else None,
         )
 
     def counts(self, slot: Tensor, config: PretrainConfig) -> tuple[Tensor, Tensor]:
         """Masked positions and tokens of the global batch at `slot`, () float32 each."""
-        every = self.all_lengths.index_select(0, slot.view(1))[0]  # (B,)
+        every = self.all_lengths.index_select(0, slot.view(1))[0]  # (B, P)
         masked = num_masked(every, config.masked_slots, config.objective)
         return masked.sum().float(), every.sum().float()
 
@@ -55,14 +59,20 @@ class Batches:
     """The training order of one process's share of the batches.
 
     A packed corpus without short sequences still has one at the end of every piece of text, less
-    than one in a thousand. They sit out, `padded` is false, and attention needs no mask.
+    than one in a thousand. They sit out, `padded` is false, and attention needs no mask. Where
+    there is padding, `data.examples_per_row` lets examples share rows (`packing.py`).
     """
 
     def __init__(self, examples: Examples, config: PretrainConfig, runtime: Runtime) -> None:
         self.examples, self.config, self.runtime = examples, config, runtime
         full = np.flatnonzero(examples.lengths == config.data.sequence_length)
         self.padded = examples.short_percent > 0 or len(full) < 0.99 * len(examples)
-        self._used = np.arange(len(examples)) if self.padded else full
+        self._full = None if self.padded else full
+        self._packing: Packing | None = None
+        if self.padded and config.data.examples_per_row > 1:
+            length, most = config.data.sequence_length, config.data.examples_per_row
+            self._packing = Packing(examples.lengths, length, most)
+        self._count = len(self._packing or examples) if self.padded else len(full)  # of all rows
         size = config.data.batch_size
         share = size // runtime.world
         self.rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
@@ -89,29 +99,45 @@ class Batches:
         """The batches of `steps` steps beginning with `step`."""
         size = self.config.data.batch_size
         place = np.arange(step * size, (step + steps) * size).reshape(steps, size)
-        index = self._used[shuffled(place, len(self._used), self.config.run.seed)]  # (S, B)
-        mine = np.ascontiguousarray(index[:, self.rows])  # (S, R)
+        row = shuffled(place, self._count, self.config.run.seed)  # (S, B)
+        if self._packing is not None:
+            index = self._packing.examples(row)  # (S, B, P), −1 where there is none
+        else:
+            index = (row if self._full is None else self._full[row])[..., None]
+        lengths = np.where(index >= 0, self.examples.lengths[index], 0)
+        mine = np.ascontiguousarray(index[:, self.rows])  # (S, R, P)
         device = self.runtime.device
 
         def put(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.astype(np.int32)).to(device)
 
         # What the host has to read comes before the first copy, which waits for the device.
-        ids = None if self._resident else self.examples.gather(mine.reshape(-1))[0]
-        length = put(self.examples.lengths[mine])
+        ids = None if self._resident else self._read(mine, lengths[:, self.rows])
+        length, T = put(lengths[:, self.rows]), self.config.data.sequence_length
+        example, position = lay_out(length, T)  # (S, R, T)
         if ids is None:
-            x = self._gather(torch.from_numpy(mine).to(device), length)
+            x = self._gather(torch.from_numpy(mine).to(device), example, position)
         else:
-            x = put(ids).view(*mine.shape, -1)
-        return Block(x, put(self.examples.splits[mine]), length, put(self.examples.lengths[index]))
+            x = put(ids)
+        split = F.pad(put(self.examples.splits[mine]), (0, 1), value=T)  # padding has no second
+        segment = (position >= split.gather(-1, example)).int()
+        return Block(x, segment, length, put(lengths))
 
-    def _gather(self, index: Tensor, length: Tensor) -> Tensor:
+    def _read(self, index: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Rows of tokens from the shards, padded, (S, R, T)."""
+        examples, _, length = self.examples.gather(index[index >= 0])
+        position = np.arange(examples.shape[1])
+        filled = position < lengths.sum(-1)[..., None]
+        x = np.full(filled.shape, self.examples.pad_id)
+        x[filled] = examples[position < length[:, None]]
+        return x
+
+    def _gather(self, index: Tensor, example: Tensor, position: Tensor) -> Tensor:
         """Rows of the resident token array, padded, (S, R, T) int32."""
         assert self._resident is not None
         tokens, offsets = self._resident
-        position = torch.arange(self.config.data.sequence_length, device=index.device)
-        at = (offsets[index][..., None] + position).clamp(max=len(tokens) - 1)
-        x = tokens[at].int()
+        first = F.pad(offsets[index], (0, 1)).gather(-1, example)
+        x = tokens[(first + position).clamp(max=len(tokens) - 1)].int()
         if tokens.dtype == torch.int16:
             x = x & 0xFFFF
-        return torch.where(position < length[..., None], x, self.examples.pad_id)
+        return torch.where(example < index.shape[-1], x, self.examples.pad_id)

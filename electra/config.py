@@ -262,6 +262,9 @@ class DataConfig(Settings):
     """Tokens of a sequence; the corpus has to be prepared with the same length."""
     batch_size: Count = 128
     """Sequences of one optimizer step over all processes: the global batch."""
+    examples_per_row: Count = 1
+    """Most examples of the corpus that share one sequence, where they fit whole; none sees another,
+    and each counts positions and masked tokens as it would alone. 1: each is padded (paper)."""
     micro_batch: Count | None = None
     """Sequences that go through the model at once on one process; smaller values save memory and
     give the same gradients. Default: all of the process's share."""
@@ -380,6 +383,12 @@ class PretrainConfig:
                 "run.sharding",
                 "Muon turns whole matrices, of which a share of the optimizer has parts.",
                 "set run.sharding to none, or optim.kind to adam",
+            ),
+            (
+                o.kind == "electric" and self.data.examples_per_row > 1,
+                "data.examples_per_row",
+                "The two towers of electric read a sequence from end to end.",
+                "set data.examples_per_row to 1",
             ),
             (
                 g.frozen and (o.algorithm != "joint" or o.kind == "mlm"),

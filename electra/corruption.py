@@ -4,8 +4,9 @@
     x̂_i ~ p_G(x_i | x_masked) for i in m         x_corrupt = REPLACE(x, m, x̂)
 
 Legend for the whole code base: B sequences · T tokens · M masked slots · V vocabulary · D hidden ·
-E embedding · F feed-forward · H heads · K head size. M is fixed for a run, so that shapes are
-static; a short sequence leaves some of its slots unused (`valid` is false, position 0).
+E embedding · F feed-forward · H heads · K head size · P examples that may share a sequence. M is
+fixed for a run, so that shapes are static; a short sequence leaves some of its slots unused
+(`valid` is false, position 0).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .config import ObjectiveConfig
@@ -38,7 +40,17 @@ def num_masked(length: Tensor, slots: int, config: ObjectiveConfig) -> Tensor:
         k = (length.long() * thousandths + 99_999) // 100_000
     else:
         k = (length.float() * (config.mask_percent / 100)).round().long().clamp(min=1)
+        k = k.minimum(length)  # an example that is not there has none
     return k.clamp(max=slots)
+
+
+def lay_out(sizes: Tensor, places: int) -> tuple[Tensor, Tensor]:
+    """Runs of `sizes` (..., P) one after another: the run that each place belongs to, P behind the
+    last, and its place inside that run; (..., places) int64 both."""
+    end = sizes.cumsum(-1)
+    place = torch.arange(places, device=sizes.device)
+    run = (place[:, None] >= end[..., None, :]).sum(-1)
+    return run, place - F.pad(end, (1, 0)).gather(-1, run)
 
 
 def choose_positions(
@@ -49,23 +61,35 @@ def choose_positions(
     rng: StepRng,
     purpose: Purpose = Purpose.POSITIONS,
 ) -> Positions:
-    """k positions of each sequence, uniform over `candidates` (B, T) bool."""
-    T = candidates.shape[1]
-    available = candidates.sum(1)  # (B,)
+    """k positions of each example, uniform over its `candidates` (B, T) bool.
+
+    length: (B,), or (B, P) where sequences hold several examples, each with at most `slots`.
+    """
+    B, T = candidates.shape
+    length = length.view(B, -1)  # (B, P)
+    P = length.shape[1]
+    M = min(slots if P == 1 else slots + P, T)  # every example rounds up
     k = num_masked(length, slots, config)
     position = torch.arange(T, device=candidates.device)
+    example = lay_out(length, T)[0].clamp(max=P - 1)  # (B, T)
+    is_of = example[:, :, None] == torch.arange(P, device=candidates.device)
+    available = (candidates[:, :, None] & is_of).sum(1)  # (B, P)
     if config.mask_positions == "distinct":
-        # The M largest of T random keys. The position is part of the key: no ties, so every
-        # device and every sort picks the same set.
-        key = (rng.bits(purpose, T) >> 8) * T + position
-        at = torch.where(candidates, key, -1).topk(min(slots, T), dim=1).indices  # (B, M)
+        # The k largest of random keys. The position is part of the key: no ties, so every device
+        # and every sort picks the same set. Candidates of the first example come first.
+        key = (rng.bits(purpose, T) >> 8) * T + position + ((P - 1 - example) << 40)
+        order = torch.where(candidates, key, -1).topk(M if P == 1 else T, dim=1).indices
         k = torch.minimum(k, available)
     else:
         order = torch.where(candidates, position, T).sort(dim=1).values  # candidates first
-        draw = rng.uniform(purpose, slots) * available[:, None]
-        at = order.gather(1, draw.long().clamp(max=T - 1))  # (B, M)
         k = torch.where(available > 0, k, 0)
-    valid = torch.arange(at.shape[1], device=at.device) < k[:, None]  # (B, M)
+    owner, draw = lay_out(k, M)  # (B, M): the example that a slot serves
+    valid = owner < P
+    owner = owner.clamp(max=P - 1)
+    if config.mask_positions == "with_replacement":
+        draw = (rng.uniform(purpose, M) * available.gather(1, owner)).long()
+    first = (available.cumsum(1) - available).gather(1, owner)
+    at = order.gather(1, (first + draw).clamp(max=order.shape[1] - 1))
     return Positions(torch.where(valid, at, 0), valid)
 
 

@@ -54,22 +54,26 @@ class Encoder(nn.Module):
         mask: Tensor | None,
         rng: Rng | None,
         *,
+        position: Tensor | None = None,
         only_first: bool = False,
     ) -> Tensor:
         """Hidden states (B, T, D).
 
         x, segment: (B, T). mask: (B, T) bool, true on tokens, or None when nothing is padded;
-        (B, T, T) where each token sees others.
+        (B, T) int32, where tokens see those of the same number; (B, T, T) bool, where each token
+        sees others. position: (B, T), if it does not simply count the T tokens.
         rng: draws dropout when given; None means evaluation. only_first: return the state of
         [CLS] alone, (B, 1, D), and let the last block compute no other.
         """
-        h = self.embeddings(x, segment)  # (B, T, E)
+        h = self.embeddings(x, segment, position)  # (B, T, E)
         h = dropout(h, self.config.dropout, rng, self.site)
         h = h.to(self.working_dtype)
         if self.project is not None:
             h = self.project(h)  # (B, T, D)
         bias = None  # (B, 1, 1 or T, T)
         if mask is not None:
+            if mask.dtype != torch.bool and not self.blocks[0].fused:
+                mask = mask[:, :, None] == mask[:, None]
             bias = mask[:, None] if mask.dim() == 3 else mask[:, None, None]
         for block in self.blocks[:-1]:
             h = block(h, bias, rng)
@@ -103,15 +107,16 @@ class Embeddings(nn.Module):
         own: Tensor = getattr(self, name).weight
         return own if self.base is None else own + getattr(self.base, name).weight.detach()
 
-    def forward(self, x: Tensor, segment: Tensor) -> Tensor:
+    def forward(self, x: Tensor, segment: Tensor, position: Tensor | None = None) -> Tensor:
         word = self.word(x)
         if self.base is not None:  # two look-ups instead of a sum of two tables
             word = word + F.embedding(x, self.base.word.weight.detach())
-        position = self.table("position")[: x.shape[1]]  # (T, E)
+        table = self.table("position")
+        place = table[: x.shape[1]] if position is None else F.embedding(position, table)
         # Chosen, not looked up: the gradient of a lookup with two rows would be a queue.
         first, second = self.table("segment")
         kind = torch.where(segment[..., None] == 0, first, second)  # (B, T, E)
-        return self.norm(word + position + kind)  # (B, T, E)
+        return self.norm(word + place + kind)  # (B, T, E)
 
 
 class Block(nn.Module):

@@ -75,13 +75,13 @@ def evaluate(
         if should_stop():
             raise Stopped
         rows = index[begin : begin + size]
-        ids, _, lengths = examples.gather(rows)
+        ids, segment, lengths = examples.gather(rows)
 
         def put(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array.astype(np.int32))[None].to(device)
 
-        length = put(lengths)
-        block = Block(put(ids), put(examples.splits[rows]), length, length)
+        length = put(lengths[:, None])
+        block = Block(put(ids), put(segment), length, length)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         batch = block.batch(zero, slice(None), config)
         number = torch.arange(begin, begin + len(rows), device=device)

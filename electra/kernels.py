@@ -64,11 +64,12 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     """softmax(q kᵀ / √K) v over all heads, (B, T, H K).
 
     qkv: (B, T, 3, H, K), T ≤ MOST_TOKENS, K 16, 32 or 64. mask: (B, T) bool, true on tokens, or
-    None when nothing is padded. A query that sees no key gets zeros.
+    None when nothing is padded; int32: tokens see those of the same number, 0 or more. A query that
+    sees no key gets zeros.
     """
     B, T, _, H, K = qkv.shape
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
-    shape = _attention_shape(qkv, config)
+    shape = _attention_shape(qkv, mask, config)
     grid = (B * H, triton.cdiv(T, shape["ROWS"]))
     _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
     return o
@@ -88,7 +89,7 @@ def attention_backward(
     B, T, _, H, K = qkv.shape
     dqkv = torch.empty_like(qkv)
     partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
-    shape = _attention_shape(qkv, config)
+    shape = _attention_shape(qkv, mask, config)
     if qkv.dtype == torch.float32:  # no room for two heads
         shape["HEADS"] = shape["STAGES"] = 1
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
@@ -97,16 +98,19 @@ def attention_backward(
     return dqkv, column_sums(partial, sums)
 
 
-def _attention_shape(qkv: Tensor, config: Config) -> Config:
+def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config:
     """What the kernels are compiled for: T is padded to a power of two."""
     _, T, _, H, K = qkv.shape
     assert qkv.is_contiguous()
+    assert mask is None or mask.is_contiguous()
+    packed = mask is not None and mask.dtype != torch.bool
     assert T <= MOST_TOKENS, T
     tile = max(16, triton.next_power_of_2(T))
     wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
     rows = min(tile, config["ROWS"], 32 if wide else tile)
     precision = "ieee" if wide else "tf32"  # products of bfloat16 are exact anyway
-    return {**config, "H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision}
+    shape = {"H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision, "PACKED": packed}
+    return {**config, **shape}
 
 
 @jit
@@ -116,11 +120,22 @@ def _load_head(x, token, T, column, ROW: tl.constexpr):
 
 
 @jit
-def _keys_seen(mask, b, token, T):
+def _keys_seen(mask, b, token, T, PACKED: tl.constexpr):
     """(tokens,) bool: keys that are tokens."""
     seen = token < T
-    if mask is not None:
+    if mask is not None and not PACKED:
         seen = seen & (tl.load(mask + b * T + token, mask=seen, other=0) != 0)
+    return seen
+
+
+@jit
+def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr):
+    """(1, keys) bool: `keys` by all queries alike; (queries, keys): those of the same number."""
+    seen = keys[None, :]
+    if PACKED:
+        own = tl.load(mask + b * T + query, mask=query < T, other=-1)
+        other = tl.load(mask + b * T + key, mask=keys, other=-1)
+        seen = seen & (own[:, None] == other[None, :])
     return seen
 
 
@@ -128,7 +143,7 @@ def _keys_seen(mask, b, token, T):
 def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
     """exp(q kᵀ scale − its maximum), zero where not seen, and its row sums; scale is in base 2."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    score = tl.where(seen[None, :], score, float("-inf"))
+    score = tl.where(seen, score, float("-inf"))
     top = tl.max(score, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # nothing is seen: zeros, not NaN
     p = tl.exp2(score - top[:, None])
@@ -140,7 +155,7 @@ def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
 def _attention(
     qkv, mask, o, T, scale,
     H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: some rows of one head of one sequence."""
     b = (tl.program_id(0) // H).to(tl.int64)
@@ -152,7 +167,8 @@ def _attention(
     q = _load_head(x, query, T, column, 3 * H * K)
     k = _load_head(x + H * K, key, T, column, 3 * H * K)
     v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
-    p, total = _softmax(q, k, _keys_seen(mask, b, key, T), scale, PRECISION)
+    seen = _seen(_keys_seen(mask, b, key, T, PACKED), mask, b, query, key, T, PACKED)
+    p, total = _softmax(q, k, seen, scale, PRECISION)
     a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
     y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
     tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
@@ -162,14 +178,14 @@ def _attention(
 def _attention_backward(
     qkv, mask, do, dqkv, partial, T, slope,
     H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: HEADS heads of one sequence, ROWS queries at a time."""
     b = (tl.program_id(0) // (H // HEADS)).to(tl.int64)
     first = tl.program_id(0) % (H // HEADS) * HEADS
     column = tl.arange(0, K)
     key = tl.arange(0, TILE)
-    seen = _keys_seen(mask, b, key, T)
+    keys = _keys_seen(mask, b, key, T, PACKED)
     for i in tl.range(0, HEADS, num_stages=STAGES):
         h = first + i
         x = qkv + b * T * (3 * H * K) + h * K
@@ -183,6 +199,7 @@ def _attention_backward(
             query = start + tl.arange(0, ROWS)
             q = _load_head(x, query, T, column, 3 * H * K)
             da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
+            seen = _seen(keys, mask, b, query, key, T, PACKED)
             p, total = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
             p = p / total[:, None]
             dv = tl.dot(tl.trans(p.to(q.dtype)), da, dv, input_precision=PRECISION)

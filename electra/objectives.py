@@ -34,6 +34,7 @@ from .config import PretrainConfig
 from .corruption import (
     Positions,
     choose_positions,
+    lay_out,
     mask_tokens,
     proposal_logits,
     replace,
@@ -63,6 +64,7 @@ class Batch(NamedTuple):
     length: Tensor  # (B,) int64
     tokens: Tensor  # () float32, tokens of the global batch
     masked: Tensor  # () float32, masked positions of the global batch
+    parts: Tensor | None = None  # (B, P) int64, lengths of the examples that share a sequence
     disc_share: Tensor | None = None  # () float32, of λ, where the generator has a head start
 
 
@@ -160,10 +162,11 @@ class Objective(nn.Module):
     ) -> Positions:
         """m, uniform over the candidates, without those that `besides` (B, T) marks."""
         candidates, config = self.candidates(batch), self.config
+        length = batch.length if batch.parts is None else batch.parts
         if besides is not None:
             candidates &= ~besides
         return choose_positions(
-            candidates, batch.length, config.masked_slots, config.objective, rng, purpose
+            candidates, length, config.masked_slots, config.objective, rng, purpose
         )
 
     def attention_mask(self, batch: Batch) -> Tensor:
@@ -173,8 +176,13 @@ class Objective(nn.Module):
     def encode(
         self, encoder: Encoder, x: Tensor, batch: Batch, rng: StepRng, *, training: bool
     ) -> Tensor:
-        mask = self.attention_mask(batch) if self.padded or not training else None
-        return encoder(x, batch.segment, mask, rng if training else None)
+        mask, position = None, None
+        if batch.parts is not None:
+            example, position = lay_out(batch.parts, x.shape[1])
+            mask = example.int()
+        elif self.padded or not training:
+            mask = self.attention_mask(batch)
+        return encoder(x, batch.segment, mask, rng if training else None, position=position)
 
     def states_at(
         self,

@@ -449,7 +449,7 @@ def test_nothing_behind_the_end_of_a_short_row_matters(
     assert (block.length < 23).any()
     special = SpecialIds(**corpus.special_ids)
     objective = build_objective(micro, corpus.vocab_size, special, padded=batches.padded)
-    behind = torch.arange(23) >= block.length[..., None]
+    behind = torch.arange(23) >= block.length
     other = block._replace(x=block.x.masked_fill(behind, 7))
     zero = torch.tensor(0)
     results = [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from electra import fused, kernels
 from electra.config import EncoderConfig
-from electra.corruption import sample
+from electra.corruption import lay_out, sample
 from electra.encoder import Block
 from electra.objectives import Batch, SpecialIds, build_objective
 from electra.randomness import StepRng
@@ -132,7 +132,8 @@ def attention_in_float64(
     score = q @ k.mT / k.shape[-1] ** 0.5  # (B, H, T, T)
     p = score.softmax(-1)
     if mask is not None:
-        seen = mask[:, None, None]
+        is_of = mask[:, None, :, None] == mask[:, None, None]
+        seen = mask[:, None, None] if mask.dtype == torch.bool else is_of
         p = torch.where(seen, score, -1e300).softmax(-1) * seen
     o = (p @ v).transpose(1, 2).flatten(2)
     (dqkv,) = torch.autograd.grad(o, x, do.double())
@@ -163,12 +164,40 @@ def test_attention_and_its_gradient_are_those_of_the_definition(
     mask = None
     if lengths:
         mask = torch.arange(T, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    check_attention(qkv, mask, do)
+
+
+def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor) -> None:
+    dtype = qkv.dtype
     o, dqkv, dbias = attention_in_float64(qkv, mask, do)
     close(kernels.attention(qkv, mask), o, dtype)
     got, sums = kernels.attention_backward(qkv, mask, do)
     close(got, dqkv, dtype)
     assert sums.dtype == torch.float32
     close(sums, dbias, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(
+    ("T", "H", "K", "parts"),
+    [
+        (7, 1, 16, [[3, 1, 2], [7, 0, 0]]),
+        (100, 2, 32, [[50, 49], [1, 99]]),
+        (128, 1, 64, [[60, 30, 20, 18], [128, 0, 0, 0], [1, 1, 1, 5]]),
+    ],
+)
+def test_examples_that_share_a_row_see_themselves_alone(
+    T: int, H: int, K: int, parts: list[list[int]], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(T)
+    qkv = torch.randn(len(parts), T, 3, H, K).to(DEVICE, dtype)
+    do = torch.randn(len(parts), T, H * K).to(DEVICE, dtype)
+    example = lay_out(torch.tensor(parts), T)[0].int().to(DEVICE)
+    check_attention(qkv, example, do)
+    other = torch.where(example[:, :, None, None, None] == 1, 1e4, qkv)
+    same = example != 1
+    got, expected = kernels.attention(other, example), kernels.attention(qkv, example)
+    assert torch.equal(got[same], expected[same])
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -319,11 +348,13 @@ def test_a_block_of_kernels_is_the_block(lengths: Sequence[int] | None) -> None:
     assert (block(h, bias, None) - plain).abs().max() > 1e-3  # it reads the weights it has now
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(padded: bool) -> None:
+@pytest.mark.parametrize("kind", ["full", "padded", "packed"])
+def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: str) -> None:
+    padded = kind != "full"
     torch.manual_seed(0)
     c = recipe("tiny")
-    c = replace(c, encoder=replace(c.encoder, dropout=0.0, attention_dropout=0.0))
+    encoder = replace(c.encoder, layers=2, dropout=0.0, attention_dropout=0.0)
+    c = replace(c, encoder=encoder, generator=replace(c.generator, depth=0.5))
     objective = build_objective(c, 333, SpecialIds(0, 1, 2, 3, 4), padded=padded).to(DEVICE)
     for parameter in objective.parameters():
         if parameter.dim() > 1:
@@ -334,6 +365,8 @@ def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(padded:
         torch.arange(T, device=DEVICE) < length[:, None]
     )
     batch = Batch(x, torch.zeros_like(x), length, length.sum(), torch.tensor(9, device=DEVICE))
+    if kind == "packed":
+        batch = batch._replace(parts=torch.stack([length // 3, length - length // 3], 1))
     rng = StepRng(0, torch.tensor(3, device=DEVICE), torch.arange(B, device=DEVICE))
     parameters = list(objective.parameters())
     plain = objective(batch, rng)
