@@ -11,7 +11,6 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -903,7 +902,10 @@ def test_what_is_compiled_for_one_seed_serves_the_others(
         traced.append(graph.code)
         return graph.forward
 
-    monkeypatch.setattr(loop.torch, "compile", partial(torch.compile, backend=backend))
+    compiled = torch.compile
+    monkeypatch.setattr(
+        loop.torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": backend})
+    )
     here = replace(runtime(), compiled=True)
     for seed in (0, 1):
         torch._dynamo.reset()
