@@ -35,6 +35,7 @@ from electra.corpus import Corpus, prepare
 from electra.corruption import num_masked
 from electra.objectives import Batch, Objective, SpecialIds, build_objective
 from electra.randomness import StepRng
+from electra.runtime import Runtime
 from electra.tokenizer import Tokenizer, train_tokenizer
 
 SEQUENCE_LENGTH = 23
@@ -228,6 +229,19 @@ def batch_of(
 
 def rng(rows: int = B, step: int = 0, seed: int = 0) -> StepRng:
     return StepRng(seed, torch.tensor(step), torch.arange(rows))
+
+
+def runtime(rank: int = 0, world: int = 1) -> Runtime:
+    """One of `world` processes on a CPU, float32, nothing compiled."""
+    return Runtime(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        compiled=False,
+        cuda_graph=False,
+        threads=1,
+        rank=rank,
+        world=world,
+    )
 
 
 def gradients(objective: Objective, loss: Tensor) -> dict[str, Tensor]:

@@ -23,9 +23,8 @@ from electra.errors import ElectraError
 from electra.objectives import Batch
 from electra.packing import Packing
 from electra.pretrain import pretrain
-from electra.runtime import Runtime
 from electra.tokenizer import Tokenizer
-from tests.conftest import SPECIAL, T, V, batch_of, built, gradients, rng, settings
+from tests.conftest import SPECIAL, T, V, batch_of, built, gradients, rng, runtime, settings
 
 PARTS = ((9, 6, 4), (19, 0, 0), (11, 7, 0), (3, 3, 3))  # of rows of T = 19, the last one padded
 LENGTHS = tuple(n for row in PARTS for n in row if n)
@@ -78,18 +77,6 @@ def short(text: Path, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFac
     out = tmp_path_factory.mktemp("short")
     prepare([text], tokenizer, out, sequence_length=23, short_percent=60, workers=1)
     return Corpus.open(out)
-
-
-def runtime(rank: int = 0, world: int = 1) -> Runtime:
-    return Runtime(
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        compiled=False,
-        cuda_graph=False,
-        threads=1,
-        rank=rank,
-        world=world,
-    )
 
 
 def packed(config: PretrainConfig, most: int = 3, **changes: Any) -> PretrainConfig:

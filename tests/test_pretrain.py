@@ -47,8 +47,8 @@ from electra.randomness import StepRng, shuffled
 from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
-from electra.runtime import Runtime
 from electra.tokenizer import Tokenizer, train_tokenizer
+from tests.conftest import runtime
 
 TIMING = {"seconds", "tokens_per_second", "mfu"}
 
@@ -862,18 +862,6 @@ def test_a_directory_that_is_no_run_cannot_be_loaded(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------- batches
-
-
-def runtime(rank: int = 0, world: int = 1) -> Runtime:
-    return Runtime(
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        compiled=False,
-        cuda_graph=False,
-        threads=1,
-        rank=rank,
-        world=world,
-    )
 
 
 def test_an_epoch_of_batches_is_every_sequence_once(
