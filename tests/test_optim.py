@@ -29,13 +29,16 @@ class Net(nn.Module):
         self.w = nn.Linear(11, 1)
 
 
-def net(seed: int = 0) -> Net:
-    module = Net()
+def drawn(module: Any, seed: int) -> Any:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw))
     return module
+
+
+def net(seed: int = 0) -> Net:
+    return drawn(Net(), seed)
 
 
 def gradients(module: nn.Module, step: int, scale: float = 0.01) -> dict[str, Tensor]:
@@ -180,12 +183,7 @@ MUON = OptimConfig(kind="muon", weight_decay=0.1, learning_rate=0.01, muon_rate=
 
 
 def blocks(seed: int = 0) -> Blocks:
-    module = Blocks()
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw))
-    return module
+    return drawn(Blocks(), seed)
 
 
 def apart(name: str, tensor: Tensor) -> list[np.ndarray]:
