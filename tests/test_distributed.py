@@ -176,7 +176,7 @@ def config_of_pair() -> PretrainConfig:
             "init": "local",
         },
         "generator": {"width": 0.5},
-        "optim": {"learning_rate": 3e-3, "warmup_percent": 10.0},
+        "optim": {"learning_rate": 3e-3, "warmup_percent": 10.0, "average": 0.9},
         "data": {"sequence_length": 23, "batch_size": 8},
         "run": {
             "train_steps": STEPS,
@@ -208,8 +208,9 @@ def assert_close_runs(a: Path, b: Path) -> None:
     first, other = load_newest(a / "checkpoints"), load_newest(b / "checkpoints")
     assert first is not None
     assert other is not None
-    for name, tensor in first.tensors["model"].items():
-        torch.testing.assert_close(tensor, other.tensors["model"][name], rtol=1e-3, atol=1e-4)
+    for file in ("model", "average"):
+        for name, tensor in first.tensors[file].items():
+            torch.testing.assert_close(tensor, other.tensors[file][name], rtol=1e-3, atol=1e-4)
 
 
 def test_two_processes_train_like_one(pair: Path, single: Path) -> None:
