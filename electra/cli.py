@@ -970,11 +970,12 @@ def _starting_point(name: str, args: list[str]) -> PretrainConfig:
 
         config = config_of(load_pretrained(Path(init)), config)
         # The recipe's warm-up was meant for its own million steps; here it is a share of the run.
-        asked = any(re.match("--optim.warmup[-_]steps", arg) for arg in args)
-        asked |= "warmup_steps" in (values.get("optim") or ())
-        if not asked and config.optim.warmup_percent is None:
+        if config.optim.warmup_percent is None:
             config = replace(config, optim=replace(config.optim, warmup_percent=_REWARM))
-    return from_dict(PretrainConfig, values, where=path or "", base=config)
+    config = from_dict(PretrainConfig, values, where=path or "", base=config)
+    if any(re.match("--optim.warmup[-_]steps", arg) for arg in args):
+        config = replace(config, optim=replace(config.optim, warmup_percent=None))
+    return config
 
 
 def _value_of(flag: str, args: list[str]) -> str | None:

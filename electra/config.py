@@ -225,7 +225,7 @@ class OptimConfig(Settings):
     """Learning rate of what belongs to the generator alone, as a multiple of the discriminator's;
     shared embeddings have the discriminator's."""
     warmup_steps: Whole = 10_000
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; given alone, they replace a share that the recipe has."""
     warmup_percent: Percent | None = None
     """Warm-up as a share of the whole run instead, for runs limited by minutes."""
     schedule: Literal["then", "times", "cosine", "wsd"] = "then"
@@ -581,6 +581,8 @@ def from_dict(cls: type[T], values: dict[str, Any], *, where: str, base: T | Non
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     changed: dict[str, Any] = {}
+    if "warmup_steps" in values and "warmup_percent" in names:
+        changed["warmup_percent"] = None  # asked for in steps: a share from before would hide it
     for key, value in values.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
