@@ -251,7 +251,8 @@ class OptimConfig(Settings):
     their place; 0 is off. Early on it forgets faster: step t has at least the weight 9/(10 + t)."""
     skip_spikes: bool = False
     """Leave out a step whose gradient norm lies more than 6 standard deviations above the mean of
-    the last 128 good steps; it counts as a bad step (run.max_bad_steps)."""
+    the last 128 good steps; it counts as a bad step (run.max_bad_steps). They are counted anew when
+    the loss becomes another one: in the second of two stages, and once λ has risen."""
 
 
 @dataclass(frozen=True, kw_only=True)

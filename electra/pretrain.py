@@ -391,6 +391,7 @@ class Trainer:
             if self.config.objective.disc_start_percent:
                 share = self.shares.index_select(0, self.slot.view(1))[0]
                 batch = batch._replace(disc_share=share)
+                self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
             rng = StepRng(self.seed, self.counter, self.row[rows])
             losses = self.forward(batch, rng)
             if last := i == len(self.micro_batches) - 1:
@@ -462,7 +463,8 @@ class Trainer:
         second.counter.copy_(self.counter)
         second.meter.sums.copy_(self.meter.sums)
         for name, counter in second.optimizer.counters().items():
-            counter.copy_(self.optimizer.counters()[name])
+            if not name.startswith("good"):  # norms of another loss judge none of these
+                counter.copy_(self.optimizer.counters()[name])
         second.record()
         return second
 
