@@ -476,7 +476,8 @@ def _fraction_of(size: int, fraction: float, name: str) -> int:
     exact = Fraction(fraction).limit_denominator(64) * size
     if exact < 1 or exact.denominator != 1:
         what = f"A generator fraction of {fraction} gives {name} {float(exact):g}."
-        fix = f"choose a fraction that divides {size}, such as 1/4 or 1/2"
+        fits = [f"1/{n}" for n in (4, 2) if size % n == 0] or ["1"]
+        fix = f"choose a fraction that divides {size}, such as {' or '.join(fits)}"
         raise ElectraError(what, where="generator.width, generator.depth", fix=fix)
     return int(exact)
 
