@@ -211,6 +211,7 @@ def test_the_rows_of_a_file_change_what_they_name(tmp_path: Path) -> None:
         ("[a]\noptim.beta3 = 1", "did you mean 'beta2'"),
         ("[a]\noptim.beta2 = 'x'", "'x' is not float"),
         ("[a", "not valid TOML"),
+        ("", "no row"),
     ],
 )
 def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, content: str, reason: str) -> None:
