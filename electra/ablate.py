@@ -130,6 +130,8 @@ def own_grid(file: Path, electra: PretrainConfig) -> Grid:
             what = f"{label!r} is no row: a row is a table with a name that no other row has."
             raise ElectraError(what, where=where, fix='write ["its name"] above its settings')
         rows[label] = from_dict(PretrainConfig, values, where=where, base=electra)
+    if not rows:
+        raise ElectraError("The grid has no row.", where=str(file), fix='write a table: ["a name"]')
     return rows
 
 

@@ -70,7 +70,8 @@ class Batches:
         self._full = None if self.padded else full
         self._packing: Packing | None = None
         if self.padded and config.data.examples_per_row > 1:
-            length, most = config.data.sequence_length, config.data.examples_per_row
+            length = config.data.sequence_length
+            most = min(config.data.examples_per_row, length)  # tables are that wide
             self._packing = Packing(examples.lengths, length, most)
         self._count = len(self._packing or examples) if self.padded else len(full)  # of all rows
         size = config.data.batch_size

@@ -295,13 +295,13 @@ class Adam:
             self._muon(ps, gs, ms, lr * (factor * c.muon_rate / c.learning_rate), divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-        if self.mean is not None:
-            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
-            self.mean.lerp_(self.master, weight)
         self.bad_steps += ~good & self.live
         self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
         torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
         self.exchange.hand_round(self.master)
+        if self.mean is not None:
+            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
+            self.mean.lerp_(self.master, weight)
         self._refresh()
         return norm
 

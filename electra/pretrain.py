@@ -212,7 +212,7 @@ def _train(
         # All wait together: one that waits alone would look frozen to the others.
         while runtime.any(saver is not None and saver.is_busy):
             time.sleep(0.05)
-        trainer.optimizer.collect()
+        trainer.collect()
         if saver is not None:
             saver.save(step, trainer.state(), {"seconds": clock.read(), "lap": clock.lap_start})
 
@@ -322,6 +322,7 @@ class Meter:
 
     def __post_init__(self) -> None:
         self._losses = torch.zeros_like(self.sums[:6])  # of the step under way
+        self.shares = (self.sums[:5], self.sums[-1:])  # what is of this process
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
@@ -390,6 +391,7 @@ class Trainer:
             if self.config.objective.disc_start_percent:
                 share = self.shares.index_select(0, self.slot.view(1))[0]
                 batch = batch._replace(disc_share=share)
+                self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
             rng = StepRng(self.seed, self.counter, self.row[rows])
             losses = self.forward(batch, rng)
             if last := i == len(self.micro_batches) - 1:
@@ -461,7 +463,8 @@ class Trainer:
         second.counter.copy_(self.counter)
         second.meter.sums.copy_(self.meter.sums)
         for name, counter in second.optimizer.counters().items():
-            counter.copy_(self.optimizer.counters()[name])
+            if not name.startswith("good"):  # norms of another loss judge none of these
+                counter.copy_(self.optimizer.counters()[name])
         second.record()
         return second
 
@@ -493,6 +496,13 @@ class Trainer:
             tensor.copy_(value)
         self._left = 0
 
+    def collect(self) -> None:
+        """Before `state` on the main process, on all of them: it gets what each has a share of."""
+        self.optimizer.collect()
+        for share in self.meter.shares:
+            self.runtime.sum_(share)
+            share.mul_(self.runtime.is_main)  # the others go on from nothing
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint, by file."""
         state = self.optimizer.state()
@@ -514,6 +524,8 @@ class Trainer:
         )
         meter = optimizer["meter"]  # written before "scored" was counted, it is shorter
         self.meter.sums[: len(meter)].copy_(meter)
+        for share in self.meter.shares:
+            share.mul_(self.runtime.is_main)
         for name, counter in self.optimizer.counters().items():
             if name in optimizer:  # early checkpoints have only bad_steps
                 counter.copy_(optimizer[name])

@@ -24,6 +24,7 @@ from electra.config import PretrainConfig, to_dict
 from electra.corpus import Corpus
 from electra.errors import CorruptError, ElectraError
 from electra.flops import matmul_flops_per_token
+from electra.optim import learning_rate
 from electra.plan import make_plan
 from electra.pretrain import pretrain
 from electra.recipes import masked_lm, recipe
@@ -196,6 +197,9 @@ def test_the_rows_of_a_file_change_what_they_name(tmp_path: Path) -> None:
     assert rows["two, three"] == ablate.change(start, **both)
     with pytest.raises(ElectraError, match="minutes"):
         ablate.make_grid(str(file), start, VOCABULARY, "flops")
+    file.write_text("[a]\noptim.warmup_steps = 8\n")  # no file can take back the share of a base
+    optim = ablate.make_grid(str(file), start, VOCABULARY, "steps")["a"].optim
+    assert learning_rate(optim, 3, 3 / 40, 40) == optim.learning_rate / 2
 
 
 @pytest.mark.parametrize(
@@ -207,6 +211,7 @@ def test_the_rows_of_a_file_change_what_they_name(tmp_path: Path) -> None:
         ("[a]\noptim.beta3 = 1", "did you mean 'beta2'"),
         ("[a]\noptim.beta2 = 'x'", "'x' is not float"),
         ("[a", "not valid TOML"),
+        ("", "no row"),
     ],
 )
 def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, content: str, reason: str) -> None:
