@@ -182,14 +182,16 @@ def starting_point(name: str, steps: int | None = None) -> PretrainConfig:
     """
     if Path(name).suffix in (".json", ".toml"):
         values = read_settings_file(Path(name))
-        start = recipe(name_ if (name_ := values.get("name")) in RECIPES else "small")
+        begun = str(values.get("name"))
+        start = recipe(begun if begun in RECIPES else "small")
         base = from_dict(PretrainConfig, values, where=name, base=start)
     else:
         base = recipe(name)
-    if (base.objective.kind, base.objective.algorithm) != ("rtd", "joint"):
-        what = f"A study starts from ELECTRA's settings; these are {base.objective.kind}, "
+    kind, algorithm = base.objective.kind, base.objective.algorithm
+    if (kind, algorithm) != ("rtd", "joint"):
+        what = f"A study starts from ELECTRA's settings; these are {kind}, {algorithm}."
         fix = "give settings with objective.kind rtd and objective.algorithm joint"
-        raise ElectraError(f"{what}{base.objective.algorithm}.", where=f"--base {name}", fix=fix)
+        raise ElectraError(what, where=f"--base {name}", fix=fix)
     if base.optim.warmup_percent is None:
         share = min(100.0, 100 * base.optim.warmup_steps / base.run.train_steps)
         base = change(base, optim={"warmup_percent": share})

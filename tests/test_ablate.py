@@ -170,6 +170,7 @@ def test_the_warm_up_keeps_its_share_of_fewer_steps(tmp_path: Path) -> None:
         ("x.toml", "[objective]\nalgorithm = 'adversarial'", "these are rtd, adversarial"),
         ("x.toml", "[run]\nminutes = 3", "which minutes do not tell"),
         ("smal", "", "did you mean 'small'"),
+        ("x.json", '{"name": ["tiny"]}', "['tiny'] is not str"),
     ],
 )
 def test_what_is_not_electra_is_no_start(
