@@ -185,7 +185,9 @@ def _train(
         + (f", at most {run.minutes:g} minutes" if run.minutes else "")
         + f" · {runtime.describe()['device']}, {runtime.describe()['dtype']}"
     )
-    if config.optim.warmup_percent is None and config.optim.warmup_steps >= run.train_steps:
+    warn_of_warmup = config.optim.warmup_percent is None
+    if warn_of_warmup and config.optim.warmup_steps >= run.train_steps:
+        warn_of_warmup = False
         log.warn(_long_warmup(config))
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
@@ -242,7 +244,6 @@ def _train(
         return True
 
     step, progress = first_step, progress_at(first_step, seconds)
-    warn_of_warmup = config.optim.warmup_percent is None
     clock = Clock(seconds, lap_start=lap)
     try:
         if not runtime.any(stop()):
