@@ -101,7 +101,12 @@ class SpecialIds(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Base of all objectives: the networks, and forward(batch, rng) -> Losses."""
+    """Base of all objectives: the networks, and forward(batch, rng) -> Losses.
+
+    stage: joint trains all networks; generator and discriminator train one and leave the other.
+    """
+
+    stage: Literal["joint", "generator", "discriminator"] = "joint"
 
     def __init__(
         self,
@@ -239,19 +244,15 @@ class Main(NamedTuple):
 
 
 class WithGenerator(Objective):
-    """The part that objectives with a generator have in common: corrupting x, and the stages.
-
-    stage: joint trains both networks; generator and discriminator train one and leave the other.
-    """
+    """The part that objectives with a generator have in common: corrupting x, and the stages."""
 
     proposal: Tensor  # (V,) probabilities of a generator that is no network
 
     def build(self, frequencies: Tensor | None) -> None:
         config, vocab_size = self.config, self.vocab_size
         c, d, g = config.generator, config.encoder, config.generator_encoder
-        self.stage: Literal["joint", "generator", "discriminator"] = (
-            "discriminator" if c.frozen or c.kind != "network" else "joint"
-        )
+        if c.frozen or c.kind != "network":
+            self.stage = "discriminator"
         embeddings = Embeddings(d, vocab_size)
         own = Embeddings(d, vocab_size, embeddings) if c.sharing == "disentangled" else embeddings
         self.discriminator = Encoder(d, own, site=DISCRIMINATOR_SITES)
@@ -261,9 +262,8 @@ class WithGenerator(Objective):
                 embeddings = Embeddings(g, vocab_size)
             self.generator = self.build_generator(embeddings)
         else:
-            flat = c.kind == "uniform" or frequencies is None
-            p = torch.ones(vocab_size) if flat else frequencies
-            assert p is not None
+            counted = frequencies if c.kind == "unigram" else None
+            p = torch.ones(vocab_size) if counted is None else counted
             self.register_buffer("proposal", (p / p.sum()).float(), persistent=False)  # (V,)
         self.build_heads()
         self.generator_head = self.build_generator_head() if self.generator is not None else None
