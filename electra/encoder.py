@@ -242,12 +242,12 @@ class GeneratorHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(self, h: Tensor, table: Tensor) -> Tensor:
-        """Logits (N, V) of hidden states (N, D); table (V, E) holds the token embeddings."""
+        """Logits (..., V) of hidden states (..., D); table (V, E) holds the token embeddings."""
         e = self.words(h)
         return F.linear(e, table.to(e.dtype), self.bias.to(e.dtype))
 
     def words(self, h: Tensor) -> Tensor:
-        """Hidden states (N, D) in the space of the token embeddings, (N, E)."""
+        """Hidden states (..., D) in the space of the token embeddings, (..., E)."""
         return self.norm(F.gelu(self.dense(h)))
 
 
