@@ -472,7 +472,9 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
                 "scores": [seed["score"] for seed in read["seeds"]],
                 **read["summary"],
             }
-    metrics = read_metrics(directory / "pretrain")
+    metrics, record = read_metrics(directory / "pretrain"), directory / "pretrain" / "run.json"
+    with reading(record):
+        environment = read_json(record)["environment"]
     last: dict[str, Any] = max(
         (m for m in metrics if m["kind"] == "train"), key=lambda m: m["step"], default={}
     )
@@ -489,7 +491,7 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
         "train": {key: _finite(last.get(key)) for key in ("loss", "mlm_loss", "disc_loss")},
         "steps": last.get("step", 0),
         "seconds": last.get("seconds", 0.0),
-        "environment": read_json(directory / "pretrain" / "run.json")["environment"],
+        "environment": environment,
     }
 
 

@@ -391,6 +391,21 @@ def test_a_cell_that_is_done_starts_no_process(
     assert started == ["BERT", "ELECTRA"]
 
 
+def test_a_finished_cell_whose_run_json_is_gone_is_named(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shutil.copytree(done.out, tmp_path / "out")
+    record = out / "electra" / "seed-7" / "pretrain" / "run.json"
+    record.unlink()
+    assert cli.run(arguments(settings, corpus, folder, out)) == 3
+    assert str(record) in capsys.readouterr().err.replace("\n", "")
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
