@@ -29,7 +29,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import PretrainConfig, from_dict, read_settings_file, to_dict
+from .config import PretrainConfig, flat, from_dict, read_settings_file, to_dict
 from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped, StopRequest
 from .files import exclusive, json_bytes, read_json, reading, storage_errors, write_atomic
 from .recipes import RECIPES, masked_lm, recipe
@@ -505,12 +505,5 @@ def _finite(value: Any) -> float | None:
 
 def _differs(config: PretrainConfig, base: PretrainConfig) -> dict[str, Any]:
     """The settings that make a row another one than ELECTRA's, by dotted name."""
-
-    def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in values.items():
-            found |= flat(value, f"{key}.") if isinstance(value, dict) else {prefix + key: value}
-        return found
-
     ours, theirs = flat(to_dict(config)), flat(to_dict(base))
     return {k: v for k, v in ours.items() if v != theirs[k] and k != "run.seed"}
