@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 from . import __version__
-from .config import FinetuneConfig, PretrainConfig, from_dict, read_settings_file, to_dict
+from .config import FinetuneConfig, PretrainConfig, flat, from_dict, read_settings_file, to_dict
 from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
@@ -1003,12 +1003,9 @@ def _print_export(report: Any) -> None:
     print(*report.directories, *(f"checked: {check}" for check in report.checks), sep="\n")
 
 
-def _print_settings(values: dict[str, Any], prefix: str = "") -> None:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            _print_settings(value, f"{prefix}{key}.")
-        else:
-            print(f"{prefix}{key} = {value}")
+def _print_settings(values: dict[str, Any]) -> None:
+    for key, value in flat(values).items():
+        print(f"{key} = {value}")
 
 
 def _readable(value: Any) -> str:

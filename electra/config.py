@@ -575,6 +575,16 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"beta1": 0.9}} as {"optim.beta1": 0.9}."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        result |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return result
+
+
 def from_dict(cls: type[T], values: dict[str, Any], *, where: str, base: T | None = None) -> T:
     """Settings of class `cls` from nested dictionaries; keys that are missing come from `base`.
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from .objectives import (
     Objective,
     ReplacedTokenDetection,
     SpecialIds,
-    WithGenerator,
     build_objective,
     disc_share,
 )
@@ -113,8 +111,7 @@ def _train(
         special,
         padded=batches.padded,
         frequencies=torch.from_numpy(counts),
-    )
-    objective = objective.to(runtime.device)
+    ).to(runtime.device)
     saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
     pauses = run.on_disk_full == "pause"
     early_warnings: list[str] = []
@@ -124,7 +121,7 @@ def _train(
     if runtime.is_main:
         runtime.agree(0.0)
     first_step, switch = saved.step if saved else 0, config.switch_step
-    if switch is not None and isinstance(objective, WithGenerator):
+    if switch is not None:
         objective.stage = "generator" if first_step <= switch else "discriminator"
     trainer = Trainer(objective, batches, config, runtime)
     seconds = lap = 0.0
@@ -165,8 +162,9 @@ def _train(
     if progress_at(first_step, seconds) >= 1.0 and not owes:
         return  # done before
     unigram = unigram_entropy(counts)
+    size = size_of(trainer.state())
     if saver is not None:
-        check_room(saver.directory, size_of(trainer.state()))
+        check_room(saver.directory, size)
     log = RunLog(
         out,
         active=runtime.is_main,
@@ -185,10 +183,14 @@ def _train(
         + (f", at most {run.minutes:g} minutes" if run.minutes else "")
         + f" · {runtime.describe()['device']}, {runtime.describe()['dtype']}"
     )
-    if config.optim.warmup_percent is None and config.optim.warmup_steps >= run.train_steps:
+    warn_of_warmup = config.optim.warmup_percent is None
+    if warn_of_warmup and config.optim.warmup_steps >= run.train_steps:
+        warn_of_warmup = False
         log.warn(_long_warmup(config))
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
+
+    told = -math.inf
 
     def wait_for_room(full: DiskFull) -> None:
         """In the thread that saves: until there may be room, unless the run is to stop."""
@@ -204,7 +206,6 @@ def _train(
             if shutil.disk_usage(out).free >= size:
                 return
 
-    told, size = -math.inf, size_of(trainer.state())
     if saver is not None and pauses:
         saver.on_full = wait_for_room
 
@@ -242,7 +243,6 @@ def _train(
         return True
 
     step, progress = first_step, progress_at(first_step, seconds)
-    warn_of_warmup = config.optim.warmup_percent is None
     clock = Clock(seconds, lap_start=lap)
     try:
         if not runtime.any(stop()):
@@ -264,7 +264,7 @@ def _train(
                     progress = progress_at(step, seconds)
                     if progress >= 1.0:  # the clock ends the run between two lines
                         if step > first_step and step % run.log_every:
-                            _log_training(trainer, log, clock, config, step, 1.0, flops, peak)
+                            _log_training(trainer, log, clock, step, 1.0, flops, peak)
                         break
                     total = float(run.train_steps)
                     if run.minutes and step > 0:  # the clock may end the run first
@@ -286,7 +286,7 @@ def _train(
 
                 # Once in a while: look, judge, save.
                 if step % run.log_every == 0 or progress >= 1.0:
-                    _log_training(trainer, log, clock, config, step, progress, flops, peak)
+                    _log_training(trainer, log, clock, step, progress, flops, peak)
                 if step % run.eval_every == 0 and progress < 1.0:
                     with clock.paused():
                         held_out(step, progress)
@@ -345,8 +345,8 @@ class Trainer:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
         self.idle = objective.idle()
-        is_second = getattr(objective, "stage", "joint") == "discriminator"
-        self.first_step = config.switch_step or 0 if is_second else 0  # that the optimizer makes
+        # The first step that this optimizer makes: the second of two stages has one of its own.
+        self.first_step = (config.switch_step or 0) if objective.stage == "discriminator" else 0
         self.optimizer = Adam(
             objective,
             config.optim,
@@ -422,7 +422,7 @@ class Trainer:
     @property
     def may_stop(self) -> bool:
         """Whether all processes are at the same place and can agree on stopping."""
-        return self.runtime.world == 1 or self._left == 0
+        return self.runtime.world == 1 or self.needs_block
 
     def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
         """Bring the batches, learning rates and shares of λ of the next steps to the device."""
@@ -450,7 +450,6 @@ class Trainer:
 
         Other parameters move from here on, so the optimizer is a new one.
         """
-        assert isinstance(self.objective, WithGenerator)
         weights = {name: t.clone() for name, t in self.optimizer.state()["model"].items()}
         if self.config.objective.stage_two == "copy":
             for name in [name for name in weights if name.startswith("discriminator.")]:
@@ -588,18 +587,16 @@ def _log_training(
     trainer: Trainer,
     log: RunLog,
     clock: Clock,
-    config: PretrainConfig,
     step: int,
     progress: float,
     flops: float,
     peak: float,
 ) -> None:
     """Averages since the last call, to the metrics and the terminal; stops a run that is broken."""
-    # Losses and counts are this process's share; lengths of the batch and the norm are global.
-    parts = trainer.meter.sums.clone()
-    trainer.runtime.sum_(parts[:5])
-    trainer.runtime.sum_(parts[-1:])
-    sums = dict(zip(Meter.FIELDS, parts.tolist(), strict=True))
+    config = trainer.config
+    for share in trainer.meter.shares:
+        trainer.runtime.sum_(share)
+    sums = dict(zip(Meter.FIELDS, trainer.meter.sums.tolist(), strict=True))
     bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.worst_in_a_row)
     trainer.optimizer.worst_in_a_row.zero_()
     trainer.meter.sums.zero_()
@@ -669,7 +666,7 @@ class Clock:
         return self._seconds + running
 
     @contextlib.contextmanager
-    def paused(self) -> Any:
+    def paused(self) -> Generator[None]:
         self.__exit__()
         try:
             yield

@@ -170,6 +170,7 @@ def test_the_warm_up_keeps_its_share_of_fewer_steps(tmp_path: Path) -> None:
         ("x.toml", "[objective]\nalgorithm = 'adversarial'", "these are rtd, adversarial"),
         ("x.toml", "[run]\nminutes = 3", "which minutes do not tell"),
         ("smal", "", "did you mean 'small'"),
+        ("x.json", '{"name": ["tiny"]}', "['tiny'] is not str"),
     ],
 )
 def test_what_is_not_electra_is_no_start(
@@ -388,6 +389,21 @@ def test_a_cell_that_is_done_starts_no_process(
     assert "| `ELECTRA` | 1 of 1 |" in capsys.readouterr().out
     assert cli.run([*command, "--tuning-seeds", "3"]) == 2  # there is more to do now
     assert started == ["BERT", "ELECTRA"]
+
+
+def test_a_finished_cell_whose_run_json_is_gone_is_named(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shutil.copytree(done.out, tmp_path / "out")
+    record = out / "electra" / "seed-7" / "pretrain" / "run.json"
+    record.unlink()
+    assert cli.run(arguments(settings, corpus, folder, out)) == 3
+    assert str(record) in capsys.readouterr().err.replace("\n", "")
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,22 @@ def test_a_run_that_the_clock_ends_is_logged_to_its_end(
     assert "| finished |" in report([tmp_path / "run"])
 
 
+@pytest.mark.parametrize("minutes", [None, 5.0])
+def test_a_warm_up_that_outlasts_the_run_is_told_once(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float | None,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(loop.RunLog, "warn", lambda _, text: told.append(text))
+    optim = replace(micro.optim, warmup_percent=None, warmup_steps=100)
+    config = with_run(replace(micro, optim=optim), train_steps=20, minutes=minutes)
+    pretrain(config, corpus, tmp_path, quiet=True)
+    assert sum("the warm-up of 100 steps is longer than this run" in text for text in told) == 1
+
+
 def test_seconds_go_on_counting_after_a_resume(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
