@@ -108,7 +108,8 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def _tensorboard(module: Any, directory: Path, from_step: int) -> Opened:
-    writer = module.SummaryWriter(str(directory / "tensorboard"), purge_step=from_step + 1)
+    place = (directory / "tensorboard").resolve()  # its thread opens the file again and again
+    writer = module.SummaryWriter(str(place), purge_step=from_step + 1)
 
     def log(numbers: Numbers, step: int) -> None:
         for name, value in numbers.items():

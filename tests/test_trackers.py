@@ -280,3 +280,21 @@ def test_a_tracker_that_is_not_installed(
     assert weights_after(micro, corpus, tmp_path / "b")  # auto takes what is there
     assert not (tmp_path / "b" / "tensorboard").exists()
     assert to_dict(micro.run)["tracker"] == "auto"
+
+
+def test_tensorboard_stays_with_its_run_when_the_working_directory_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    warnings, here, there = list[str](), tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    tracker = Tracker("tensorboard", Path("run"), 0, warnings.append)
+    monkeypatch.chdir(there)
+    tracker.write("train", 1, {"loss": 1.0})
+    tracker.close()
+    assert not warnings
+    assert not list(there.iterdir())
+    [events] = (here / "run" / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
