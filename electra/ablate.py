@@ -282,6 +282,7 @@ def ablate(
     out: Path,
     *,
     tasks: Sequence[str],
+    rows: Sequence[str] = (),
     seeds: int = 3,
     tuning_seeds: int = 3,
     tuning: Sequence[str] = (),
@@ -291,8 +292,9 @@ def ablate(
 ) -> int:
     """Run what is not done yet; returns an exit code, 1 if a cell failed.
 
-    tuning: more flags of `electra glue`. jobs: cells that run at the same time, spread over the
-    visible GPUs. Raises Stopped after a signal, once every cell has saved its state.
+    rows: labels of those to run now, all if empty; the record has every row. tuning: more flags of
+    `electra glue`. jobs: cells that run at the same time, spread over the visible GPUs. Raises
+    Stopped after a signal, once every cell has saved its state.
     """
     from .corpus import Corpus
     from .plan import make_plan
@@ -307,6 +309,9 @@ def ablate(
     opened = Corpus.open(corpus)
     check_fits(base, opened)
     grid = make_grid(study, base, opened.vocab_size, equal)
+    if unknown := [label for label in rows if label not in grid]:
+        what = f"This study has no row {', '.join(map(repr, unknown))}."
+        raise ElectraError(what, where="--rows", fix=f"its rows: {'; '.join(grid)}")
     cells = make_cells(grid, seeds, out)
     plans = {label: make_plan(config, opened.vocab_size) for label, config in grid.items()}
     asked: dict[str, Any] = {
@@ -371,6 +376,7 @@ def ablate(
                     raise ElectraError(what, where=str(cell.directory), fix=fix)
         todo = [c for c in cells if outcome(c.directory, tasks, tuning_seeds) is None]
         note(f"{asked['study']}: {len(cells)} cells, {len(cells) - len(todo)} of them done before")
+        todo = [c for c in todo if not rows or c.label in rows]
         write_record()
         flags = [*tuning, "--seeds", str(tuning_seeds), "--tasks", *tasks]
 

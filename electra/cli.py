@@ -552,6 +552,8 @@ class AblateCommand:
     """Pre-training seeds of every setting."""
     equal: Literal["steps", "flops"] = "steps"
     """What the settings have in common; two-stage training has these steps twice."""
+    rows: tuple[str, ...] = ()
+    """Rows of the study to run, by their labels as --dry-run prints them; default: all."""
     tasks: tuple[str, ...] = ("cola", "sst2", "mrpc", "stsb", "rte", "qnli")
     """Tasks whose scores are averaged."""
     tuning_seeds: int = 3
@@ -588,6 +590,7 @@ class AblateCommand:
             self.data,
             self.out,
             tasks=self.tasks,
+            rows=self.rows,
             seeds=self.seeds,
             tuning_seeds=self.tuning_seeds,
             tuning=tuning,

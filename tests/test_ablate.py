@@ -384,6 +384,10 @@ def test_a_cell_that_is_done_starts_no_process(
     assert cli.run(command) == 2
     assert "2 cells, 1 of them done before" in capsys.readouterr().err
     assert started == ["BERT"]
+    assert cli.run([*command, "--rows", "ELECTRA"]) == 0  # the other row is not asked for
+    assert "| `ELECTRA` | 1 of 1 |" in (said := capsys.readouterr().out)
+    assert "| `BERT` | 0 of 1 |" in said
+    assert started == ["BERT"]
     monkeypatch.setitem(ablate.STUDIES, "two", lambda electra: {"ELECTRA": electra})
     assert cli.run(command) == 0
     assert "| `ELECTRA` | 1 of 1 |" in capsys.readouterr().out
@@ -413,6 +417,7 @@ def test_a_finished_cell_whose_run_json_is_gone_is_named(
         (["--equal", "flops"], "another study: equal: steps → flops"),
         (["--tasks", "rte", "qnli"], "Not in this folder: qnli"),
         (["--jobs", "0"], "There are 0 jobs"),
+        (["--rows", "ELECTRO"], "no row 'ELECTRO'"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(
