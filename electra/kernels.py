@@ -49,6 +49,13 @@ GELU_BACKWARD: Config = {
 }  # fmt: skip
 
 
+# One program holds a sequence, and one multiprocessor has room for one program of eight warps.
+LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1}
+LAYER_BACKWARD: Config = {
+    "PARTS": 1, "PROGRAMS": 132, "STAGES": 1, "num_warps": 8, "num_stages": 1
+}  # fmt: skip
+
+
 def available() -> bool:
     return triton is not None
 
@@ -102,15 +109,18 @@ def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config
     """What the kernels are compiled for: T is padded to a power of two."""
     _, T, _, H, K = qkv.shape
     assert qkv.is_contiguous()
-    assert mask is None or mask.is_contiguous()
-    packed = mask is not None and mask.dtype != torch.bool
     assert T <= MOST_TOKENS, T
     tile = max(16, triton.next_power_of_2(T))
     wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
     rows = min(tile, config["ROWS"], 32 if wide else tile)
     precision = "ieee" if wide else "tf32"  # products of bfloat16 are exact anyway
-    shape = {"H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision, "PACKED": packed}
-    return {**config, **shape}
+    shape = {"H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision}
+    return {**config, **shape, "PACKED": _packed(mask)}
+
+
+def _packed(mask: Tensor | None) -> bool:
+    assert mask is None or mask.is_contiguous()
+    return mask is not None and mask.dtype != torch.bool
 
 
 @jit
@@ -129,26 +139,29 @@ def _keys_seen(mask, b, token, T, PACKED: tl.constexpr):
 
 
 @jit
-def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr):
-    """(1, keys) bool: `keys` by all queries alike; (queries, keys): those of the same number."""
-    seen = keys[None, :]
+def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr, AXIS: tl.constexpr = 0):
+    """(1, keys) bool: `keys` by all queries alike; (queries, keys): those of the same number.
+
+    With AXIS 1 the keys are the rows.
+    """
+    seen = tl.expand_dims(keys, AXIS)
     if PACKED:
         own = tl.load(mask + b * T + query, mask=query < T, other=-1)
         other = tl.load(mask + b * T + key, mask=keys, other=-1)
-        seen = seen & (own[:, None] == other[None, :])
+        seen = seen & (tl.expand_dims(own, 1 - AXIS) == tl.expand_dims(other, AXIS))
     return seen
 
 
 @jit
 def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
-    """exp(q kᵀ scale − its maximum), zero where not seen, and its row sums; scale is in base 2."""
+    """exp(q kᵀ scale − top), zero where not seen, its row sums, and top; scale is in base 2."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     score = tl.where(seen, score, float("-inf"))
     top = tl.max(score, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # nothing is seen: zeros, not NaN
     p = tl.exp2(score - top[:, None])
     total = tl.sum(p, 1)
-    return p, tl.where(total == 0.0, 1.0, total)
+    return p, tl.where(total == 0.0, 1.0, total), top
 
 
 @jit
@@ -168,7 +181,7 @@ def _attention(
     k = _load_head(x + H * K, key, T, column, 3 * H * K)
     v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
     seen = _seen(_keys_seen(mask, b, key, T, PACKED), mask, b, query, key, T, PACKED)
-    p, total = _softmax(q, k, seen, scale, PRECISION)
+    p, total, _ = _softmax(q, k, seen, scale, PRECISION)
     a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
     y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
     tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
@@ -200,7 +213,7 @@ def _attention_backward(
             q = _load_head(x, query, T, column, 3 * H * K)
             da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
             seen = _seen(keys, mask, b, query, key, T, PACKED)
-            p, total = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+            p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
             p = p / total[:, None]
             dv = tl.dot(tl.trans(p.to(q.dtype)), da, dv, input_precision=PRECISION)
             dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
@@ -218,6 +231,13 @@ def _attention_backward(
         tl.store(sums, dq_sum)
         tl.store(sums + H * K, tl.sum(dk, 0))
         tl.store(sums + 2 * H * K, tl.sum(dv, 0))
+
+
+@jit
+def _probabilities(q, k, seen, lse, scale, PRECISION: tl.constexpr):
+    """Of every key (rows) for every query (columns), from log2 Σ exp of the forward pass."""
+    score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    return tl.where(seen, tl.exp2(score * scale - lse[None, :]), 0.0)
 
 
 # Residual and layer norm
@@ -407,6 +427,256 @@ def _gelu_of(x):
     return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
 
 
+# A whole layer of one head, whose states stay on chip
+
+
+def layer(
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float, config: Config = LAYER
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `fused.block` computes, for one head of 16, 32 or 64: y, o, s and s', all (B, T, D).
+
+    And log2 Σ exp of the scores, (B, T) float32. The feed-forward layer is as wide as a multiple
+    of D. Weights are read from the L2 cache.
+    """
+    B, T, D = x.shape
+    _check(x, *weights)
+    y, o, s1, s2 = (torch.empty_like(x) for _ in range(4))
+    lse = torch.empty(B, T, dtype=torch.float32, device=x.device)
+    shape = _layer_shape(x, mask, weights, config)
+    _layer[(B,)](x, mask, *weights, y, o, s1, s2, lse, T, eps, LOG2_E / math.sqrt(D), **shape)
+    return y, o, s1, s2, lse
+
+
+def layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+    config: Config = LAYER_BACKWARD,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the gradients of all weights one behind the other, in float32 and in x's type.
+
+    What `layer` gave besides y is `kept`; all else is computed again. A program adds up what its
+    sequences give to each weight, and a second kernel adds up the programs.
+    """
+    B, T, D = x.shape
+    _check(dy, x, *kept, *weights)
+    dx, ds1 = torch.empty_like(x), torch.empty_like(x)
+    shape = _layer_shape(x, mask, weights, config)
+    parts = shape.pop("PARTS")
+    shape["STEPS"] = triton.next_power_of_2(triton.cdiv(B, shape.pop("PROGRAMS")))
+    programs = triton.cdiv(B, shape["STEPS"])
+    size = sum(w.numel() for w in weights)
+    partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    for feed, attend in ((True, True),) if parts == 1 else ((True, False), (False, True)):
+        _layer_backward[(programs,)](
+            dy, x, mask, *kept, *weights, ds1, dx, partial, B, T, eps, 1 / math.sqrt(D), SIZE=size,
+            FEED=feed, ATTEND=attend, **shape,
+        )  # fmt: skip
+    narrow = torch.empty(size, dtype=x.dtype, device=x.device)
+    return dx, column_sums(partial, narrow=narrow), narrow
+
+
+def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: Config) -> Config:
+    _, T, D = x.shape
+    F = len(weights[4])
+    assert T <= MOST_TOKENS, T
+    assert D in (16, 32, 64), D
+    assert F % D == 0, F
+    tile = max(16, triton.next_power_of_2(T))
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    shape = {"D": D, "F": F, "TILE": tile, "PRECISION": precision}
+    return {**config, **shape, "PACKED": _packed(mask)}
+
+
+@jit
+def _square(w, row, column, WIDTH: tl.constexpr, D: tl.constexpr):
+    """(D, D) of a matrix with rows of WIDTH."""
+    i = tl.arange(0, D)
+    return tl.load(w + (row + i)[:, None] * WIDTH + (column + i)[None, :])
+
+
+@jit
+def _linear(x, w, b, row, D: tl.constexpr, PRECISION: tl.constexpr):
+    """x wᵀ + b, float32, for the D outputs from `row` on."""
+    bias = tl.load(b + row + tl.arange(0, D)).to(tl.float32)
+    w = _square(w, row, 0, D, D)
+    return tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
+
+
+@jit
+def _normal(s, eps, D: tl.constexpr):
+    """Rows with mean 0 and variance 1, float32, and 1/std."""
+    s = s.to(tl.float32)
+    s -= (tl.sum(s, 1) / D)[:, None]
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) / D + eps)
+    return s * rstd[:, None], rstd
+
+
+@jit
+def _normal_backward(dy, s, gamma, eps, sums, step, D: tl.constexpr, STEPS: tl.constexpr):
+    """ds of LN(s); what dgamma and dbeta gain is added to `sums`, one behind the other."""
+    normal, rstd = _normal(s, eps, D)
+    column = tl.arange(0, D)
+    _add_to(sums + column, tl.sum(dy * normal, 0), step, STEPS)
+    _add_to(sums + D + column, tl.sum(dy, 0), step, STEPS)
+    dy *= tl.load(gamma + column)[None, :]
+    along = tl.sum(dy * normal, 1) / D
+    level = tl.sum(dy, 1) / D
+    return (dy - level[:, None] - normal * along[:, None]) * rstd[:, None]
+
+
+@jit
+def _add_to(at, value, step, STEPS: tl.constexpr):
+    """A program's own sums: those of its first step are not there yet."""
+    if STEPS > 1:
+        value += tl.load(at, mask=step > 0, other=0.0)
+    tl.store(at, value)
+
+
+@jit
+def _add_square(
+    sums, dy, x, step, WIDTH: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dyᵀ x, (D, D), is added to that part of a matrix with rows of WIDTH."""
+    i = tl.arange(0, D)
+    dw = tl.dot(tl.trans(dy), x, input_precision=PRECISION)
+    _add_to(sums + i[:, None] * WIDTH + i[None, :], dw, step, STEPS)
+
+
+@jit
+def _layer(
+    x, mask, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, y, o, s1, s2, lse, T, eps, scale,
+    D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, TILE)
+    column = tl.arange(0, D)
+    at = b * T * D + token[:, None] * D + column[None, :]
+    ok = token[:, None] < T
+    h = tl.load(x + at, ok, 0.0)
+    q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
+    k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
+    v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
+    seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
+    p, total, top = _softmax(q, k, seen, scale, PRECISION)
+    a = (tl.dot(p.to(h.dtype), v, input_precision=PRECISION) / total[:, None]).to(h.dtype)
+    tl.store(lse + b * T + token, top + tl.log2(total), token < T)
+    tl.store(o + at, a, ok)
+    s = (h.to(tl.float32) + _linear(a, wo, bo, 0, D, PRECISION)).to(h.dtype)
+    tl.store(s1 + at, s, ok)
+    normal, rstd = _normal(s, eps, D)
+    h = (normal * tl.load(g1 + column)[None, :] + tl.load(c1 + column)[None, :]).to(h.dtype)
+    f = h.to(tl.float32) + tl.load(b2 + column).to(tl.float32)[None, :]
+    for c in tl.range(0, F, D, num_stages=STAGES):
+        act, slope = _gelu_of(_linear(h, w1, b1, c, D, PRECISION))
+        w = _square(w2, 0, c, F, D)
+        f = tl.dot(act.to(h.dtype), tl.trans(w), f, input_precision=PRECISION)
+    s = f.to(h.dtype)
+    tl.store(s2 + at, s, ok)
+    normal, rstd = _normal(s, eps, D)
+    out = normal * tl.load(g2 + column)[None, :] + tl.load(c2 + column)[None, :]
+    tl.store(y + at, out.to(h.dtype), ok)
+
+
+@jit
+def _layer_backward(
+    dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, ds1, dx,
+    partial, B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    TILE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr,
+):  # fmt: skip
+    """One program: STEPS sequences, of which the last may not be there.
+
+    FEED is the way back to h, ATTEND from there to x; one alone leaves ds, or finds it, in `ds1`.
+    """
+    # Where the sums of each weight begin: in the order of the arguments.
+    to_wo: tl.constexpr = 3 * D * (D + 1)
+    to_w1: tl.constexpr = to_wo + D * (D + 1)
+    to_w2: tl.constexpr = to_w1 + F * (D + 1)
+    to_b2: tl.constexpr = to_w2 + D * F
+    token = tl.arange(0, TILE)
+    column = tl.arange(0, D)
+    partial += tl.program_id(0).to(tl.int64) * SIZE
+    for step in range(STEPS):
+        b = step * tl.num_programs(0) + tl.program_id(0)
+        ok = token[:, None] < tl.where(b < B, T, 0)  # what is not there has no gradient
+        b = tl.minimum(b, B - 1).to(tl.int64)
+        at = b * T * D + token[:, None] * D + column[None, :]
+        if FEED:
+            s = tl.load(s2 + at, ok, 0.0)
+            dh = tl.load(dy + at, ok, 0.0).to(tl.float32)
+            dh = _normal_backward(dh, s, g2, eps, partial + to_b2 + 3 * D, step, D, STEPS)
+            _add_to(partial + to_b2 + column, tl.sum(dh, 0), step, STEPS)
+            da = dh.to(s.dtype)
+            normal, rstd = _normal(tl.load(s1 + at, ok, 0.0), eps, D)
+            h = normal * tl.load(g1 + column)[None, :] + tl.load(c1 + column)[None, :]
+            h = h.to(s.dtype)
+            for c in tl.range(0, F, D, num_stages=STAGES):
+                up = _square(w1, c, 0, D, D)
+                down = _square(w2, 0, c, F, D)
+                bias = tl.load(b1 + c + column).to(tl.float32)
+                pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
+                act, rise = _gelu_of(pre)
+                dpre = tl.dot(da, down, input_precision=PRECISION) * rise
+                _add_to(partial + to_w1 + F * D + c + column, tl.sum(dpre, 0), step, STEPS)
+                dpre = dpre.to(s.dtype)
+                dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
+                _add_square(partial + to_w1 + c * D, dpre, h, step, D, D, STEPS, PRECISION)
+                act = act.to(s.dtype)
+                _add_square(partial + to_w2 + c, da, act, step, F, D, STEPS, PRECISION)
+            s = tl.load(s1 + at, ok, 0.0)
+            dh = _normal_backward(dh, s, g1, eps, partial + to_b2 + D, step, D, STEPS)
+            _add_to(partial + to_wo + D * D + column, tl.sum(dh, 0), step, STEPS)
+            da = dh.to(s.dtype)
+            if not ATTEND:
+                tl.store(ds1 + at, da, ok)
+        if ATTEND:
+            if not FEED:
+                da = tl.load(ds1 + at, ok, 0.0)
+            a = tl.load(o + at, ok, 0.0)
+            _add_square(partial + to_wo, da, a, step, D, D, STEPS, PRECISION)
+            do = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
+            level = tl.sum(a.to(tl.float32) * do, 1)
+            do = do.to(a.dtype)
+            h = tl.load(x + at, ok, 0.0)
+            q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
+            k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
+            v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
+            keys = _keys_seen(mask, b, token, T, PACKED)
+            seen = _seen(keys, mask, b, token, token, T, PACKED, 1)
+            top = tl.load(lse + b * T + token, token < T, float("inf"))
+            p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION)
+            dv = tl.dot(p.to(h.dtype), do, input_precision=PRECISION)
+            out = da.to(tl.float32)
+            out = _projected_backward(out, dv, h, wqkv, partial, 2, step, D, STEPS, PRECISION)
+            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+            dp = (p * (dp - level[None, :]) * slope).to(h.dtype)  # of the scores
+            dk = tl.dot(dp, q, input_precision=PRECISION)
+            out = _projected_backward(out, dk, h, wqkv, partial, 1, step, D, STEPS, PRECISION)
+            dq = tl.dot(tl.trans(dp), k, input_precision=PRECISION)
+            out = _projected_backward(out, dq, h, wqkv, partial, 0, step, D, STEPS, PRECISION)
+            tl.store(dx + at, out.to(h.dtype), ok)
+
+
+@jit
+def _projected_backward(
+    dx, dy, x, w, partial, which, step, D: tl.constexpr, STEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx of queries (0), keys (1) or values (2) is added to; what their weights gain, to sums."""
+    column = tl.arange(0, D)
+    _add_to(partial + 3 * D * D + which * D + column, tl.sum(dy, 0), step, STEPS)
+    dy = dy.to(x.dtype)
+    _add_square(partial + which * D * D, dy, x, step, D, D, STEPS, PRECISION)
+    return tl.dot(dy, _square(w, which * D, 0, D, D), dx, input_precision=PRECISION)
+
+
 # Cross-entropy and sampling over the vocabulary
 
 
@@ -541,20 +811,26 @@ def _cross_entropy_backward(
 # What they share
 
 
-def column_sums(partial: Tensor, out: Tensor | None = None) -> Tensor:
-    """Σ over the rows of a few partial sums, (P, C) float32 -> (C,), which may be given."""
+def column_sums(
+    partial: Tensor, out: Tensor | None = None, narrow: Tensor | None = None
+) -> Tensor:
+    """Σ over the rows of a few partial sums, (P, C) float32 -> (C,), which may be given.
+
+    With `narrow`, (C,) of another type, the sums are written there too.
+    """
     P, C = partial.shape
     out = partial.new_empty(C) if out is None else out
-    _column_sums[(triton.cdiv(C, 16),)](
-        partial, out, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, 256)), ROWS=256, COLUMNS=16,
-        num_warps=8,
+    rows, columns = (256, 16) if narrow is None else (128, 32)  # many columns fill the GPU anyway
+    _column_sums[(triton.cdiv(C, columns),)](
+        partial, out, narrow, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, rows)), ROWS=rows,
+        COLUMNS=columns, num_warps=8,
     )  # fmt: skip
     return out
 
 
 @jit
 def _column_sums(
-    partial, out, P, C, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    partial, out, narrow, P, C, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -562,7 +838,10 @@ def _column_sums(
         row = step * ROWS + tl.arange(0, ROWS)
         ok = (row < P)[:, None] & (column < C)[None, :]
         total += tl.load(partial + row[:, None] * C + column[None, :], ok, 0.0)
-    tl.store(out + column, tl.sum(total, 0), column < C)
+    result = tl.sum(total, 0)
+    tl.store(out + column, result, column < C)
+    if narrow is not None:
+        tl.store(narrow + column, result.to(narrow.dtype.element_ty), column < C)
 
 
 def _check(*tensors: Tensor) -> None:
