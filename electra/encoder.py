@@ -142,6 +142,8 @@ class Block(nn.Module):
         if self.fused and only is None and (bias is None or bias.shape[2] == 1):
             mask = None if bias is None else bias[:, 0, 0]  # (B, T)
             c = self.config
+            if fused.stays_on_chip(h, c):
+                return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
             return fused.block(h, mask, self.tensors(), c.attention_heads, c.layer_norm_eps)[0]
         a = self.out(self.attend(h, bias, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, p, rng, self.site))

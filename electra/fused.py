@@ -24,6 +24,11 @@ from .config import EncoderConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 
+# Not yet the product's: benchmarks/step_variants.py times a step with each.
+WHOLE_LAYER = False  # layers of one head of 64, such as the small generator's, stay on chip
+KEPT_SUMS = False  # attention's backward pass takes the sums of its forward pass
+PRODUCT_NORM = False  # residual and layer norm in the same kernel as the product before them
+
 
 def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
     """What of such a block these kernels do not do; None if they fit."""
@@ -47,27 +52,41 @@ def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
 def block(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, s' and statistics (4, B T)."""
+    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, s' and statistics (4 …, B T)."""
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
+    statistics = g1.new_empty(_statistics(heads), B * T)
     qkv = torch.addmm(bqkv, x, wqkv.t())
-    o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
-    h, s1, mean1, rstd1 = kernels.add_norm(x, torch.addmm(bo, o, wo.t()), g1, c1, eps)
+    packed, lse = qkv.view(B, T, 3, heads, D // heads), statistics[4:] if KEPT_SUMS else None
+    o = kernels.attention(packed, mask, lse=lse).view(B * T, D)
+    h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
     pre = torch.addmm(b1, h, w1.t())
-    f = torch.addmm(b2, kernels.gelu(pre), w2.t())
-    y, s2, mean2, rstd2 = kernels.add_norm(h, f, g2, c2, eps)
-    statistics = torch.stack([mean1, rstd1, mean2, rstd2])
+    y, s2 = _add_norm(h, kernels.gelu(pre), w2, b2, g2, c2, eps, statistics[2:4])
     return y.view(B, T, D), qkv, o, s1, h, pre, s2, statistics
+
+
+def _add_norm(
+    h: Tensor, x: Tensor, w: Tensor, b: Tensor, g: Tensor, c: Tensor, eps: float, statistics: Tensor
+) -> tuple[Tensor, Tensor]:
+    """LN(s) and s = h + x wᵀ + b."""
+    if PRODUCT_NORM and h.shape[1] <= 256:
+        return kernels.product_add_norm(x, w, b, h, g, c, eps, statistics=statistics)[:2]
+    return kernels.add_norm(h, torch.addmm(b, x, w.t()), g, c, eps, statistics=statistics)[:2]
+
+
+def _statistics(heads: int) -> int:
+    """Numbers kept for every token: mean and 1/std of both layer norms, Σ exp of every head."""
+    return 4 + (heads if KEPT_SUMS else 0)
 
 
 @block.register_fake
 def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float) -> Any:
-    del mask, heads, eps
+    del mask, eps
     B, T, D = x.shape
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
-    statistics = x.new_empty(4, B * T, dtype=torch.float32)
+    statistics = x.new_empty(_statistics(heads), B * T, dtype=torch.float32)
     return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, one[3], statistics
 
 
@@ -83,7 +102,8 @@ def block_backward(
     """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
     in the working type; `_backward` takes them apart."""
     wqkv, _, wo, _, w1, _, w2, _, g1, _, g2, _ = weights
-    qkv, o, s1, h, pre, s2, (mean1, rstd1, mean2, rstd2) = kept
+    qkv, o, s1, h, pre, s2, statistics = kept
+    mean1, rstd1, mean2, rstd2 = statistics[:4]
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
     sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
@@ -94,12 +114,17 @@ def block_backward(
     dw1 = dpre.t() @ h
     ds1, *_ = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1)
     dwo = ds1.t() @ o
-    packed = (B, T, 3, heads, D // heads)
+    packed = qkv.view(B, T, 3, heads, D // heads)
     do = (ds1 @ wo).view(B, T, D)
-    dqkv, _ = kernels.attention_backward(qkv.view(packed), mask, do, sums=projected)
+    if KEPT_SUMS:
+        dqkv, _ = kernels.attention_backward_from(
+            packed, mask, o, statistics[4:], do, sums=projected
+        )
+    else:
+        dqkv, _ = kernels.attention_backward(packed, mask, do, sums=projected)
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
-    dx = torch.addmm(ds1, dqkv, wqkv).view(B, T, D)
+    dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
     return dx, dwqkv, dwo, dw1, dw2, sums, sums.to(dy.dtype, copy=True)
 
 
@@ -138,6 +163,75 @@ def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
 
 
 block.register_autograd(_backward, setup_context=_keep)
+
+
+# The same for layers that fit on one multiprocessor: one kernel forward, one or two backward.
+
+
+def stays_on_chip(x: Tensor, config: EncoderConfig) -> bool:
+    one_head = config.attention_heads == 1 and config.hidden_size == 64
+    return WHOLE_LAYER and one_head and config.ffn_size % 64 == 0 and x.dtype != torch.float32
+
+
+@torch.library.custom_op("electra::layer", mutates_args=())
+def layer(
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (B, T, D), and for the backward pass o, s, s' and log Σ exp of the scores, (B, T)."""
+    return kernels.layer(x.contiguous(), mask, weights, eps)
+
+
+@layer.register_fake
+def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float) -> Any:
+    del mask, weights, eps
+    return *(x.new_empty(x.shape) for _ in range(4)), x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("electra::layer_backward", mutates_args=())
+def layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the gradients of all weights in one, in float32 and in the working type."""
+    return kernels.layer_backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
+
+
+@layer_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+) -> Any:
+    del mask, kept, eps
+    sums = dy.new_empty(sum(w.numel() for w in weights), dtype=torch.float32)
+    return x.new_empty(x.shape), sums, torch.empty_like(sums, dtype=dy.dtype)
+
+
+def _keep_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, mask, weights, ctx.eps = inputs
+    ctx.many = len(weights)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, mask, *weights, *output[1:])
+
+
+def _layer_backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
+    del others
+    x, mask, *rest = ctx.saved_tensors
+    weights, kept = rest[: ctx.many], rest[ctx.many :]
+    dx, sums, half = layer_backward(dy, x, mask, weights, kept, ctx.eps)
+    sizes = [w.numel() for w in weights]
+    parts = [*half.split(sizes)[:8], *sums.split(sizes)[8:]]
+    return dx, None, [g.view_as(w) for g, w in zip(parts, weights, strict=True)], None
+
+
+layer.register_autograd(_layer_backward, setup_context=_keep_layer)
 
 
 @torch.library.custom_op("electra::guess", mutates_args=())

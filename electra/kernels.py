@@ -24,8 +24,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # builds of torch for the CPU come without it
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
 Config = dict[str, Any]
 
@@ -44,6 +45,7 @@ CROSS_ENTROPY_BACKWARD: Config = {
 }  # fmt: skip
 ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
 ADD_NORM_BACKWARD: Config = {"ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "num_warps": 4}
+PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 GELU: Config = {"ELEMENTS": 4096, "num_warps": 4}
 GELU_BACKWARD: Config = {
     "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 2, "num_warps": 4
@@ -320,13 +322,22 @@ def _attention_backward_from(
 
 
 def add_norm(
-    x: Tensor, a: Tensor, gamma: Tensor, beta: Tensor, eps: float, config: Config = ADD_NORM
+    x: Tensor,
+    a: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    config: Config = ADD_NORM,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y = LN(s), s = x + a in their type; the mean and 1/std of every row, (N,) float32."""
+    """y = LN(s), s = x + a in their type; the mean and 1/std of every row, (N,) float32.
+
+    The last two are the rows of `statistics`, (2, N), which may be given.
+    """
     _check(x, a, gamma, beta)
     N, D = x.shape
     y, s = torch.empty_like(x), torch.empty_like(x)
-    mean, rstd = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, rstd = gamma.new_empty(2, N) if statistics is None else statistics
     kernel, rows = _rows_of(config, D)
     grid = (triton.cdiv(N, rows["ROWS"]),)
     _add_norm[grid](x, a, gamma, beta, y, s, mean, rstd, N, eps, D, **rows, **kernel)
@@ -425,6 +436,61 @@ def _add_norm_backward(
     tl.store(partial + 2 * D, tl.sum(dbias, 0), in_columns)
 
 
+def product_add_norm(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor,
+    h: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    config: Config = PRODUCT_ADD_NORM,
+    statistics: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_norm(h, x wᵀ + b, …)` of x (N, C) and w (D, C), D ≤ 256; the product is not stored."""
+    _check(x, w, b, h, gamma, beta)
+    (N, C), D = x.shape, len(w)
+    y, s = torch.empty_like(h), torch.empty_like(h)
+    mean, rstd = gamma.new_empty(2, N) if statistics is None else statistics
+    kernel, width = dict(config), max(16, triton.next_power_of_2(D))
+    rows, inner = kernel.pop("ROWS"), min(kernel.pop("INNER"), C & -C)  # divides C
+    # The copy engine reads zeros past the end of a tensor and writes nothing there.
+    tiles = ((x, rows, inner), (w, width, inner), *((t, rows, width) for t in (h, y, s)))
+    _product_add_norm[(triton.cdiv(N, rows),)](
+        *(TensorDescriptor.from_tensor(t, list(tile)) for t, *tile in tiles),
+        b, gamma, beta, mean, rstd, N, eps, C, D, rows, width, inner,
+        "ieee" if x.dtype == torch.float32 else "tf32", **kernel,
+    )  # fmt: skip
+    return y, s, mean, rstd
+
+
+@jit
+def _product_add_norm(
+    x, w, h, y, s, b, gamma, beta, mean, rstd, N, eps, C: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for k in range(0, C, INNER):
+        left = x.load([first, k])
+        total = tl.dot(left, w.load([0, k]).T, total, input_precision=PRECISION)
+    column = tl.arange(0, WIDTH)
+    in_columns = column < D
+    total += tl.load(b + column, in_columns, 0.0).to(tl.float32)[None, :]
+    total = (total + h.load([first, 0]).to(tl.float32)).to(s.dtype)
+    s.store([first, 0], total)
+    total = total.to(tl.float32)
+    mu = tl.sum(total, 1) / D
+    total = tl.where(in_columns[None, :], total - mu[:, None], 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(total * total, 1) / D + eps)
+    g = tl.load(gamma + column, in_columns, 0.0)
+    c = tl.load(beta + column, in_columns, 0.0)
+    y.store([first, 0], (total * scale[:, None] * g[None, :] + c[None, :]).to(y.dtype))
+    row = first + tl.arange(0, ROWS)
+    tl.store(mean + row, mu, row < N)
+    tl.store(rstd + row, scale, row < N)
+
+
 # GELU
 
 
@@ -438,10 +504,10 @@ def gelu(pre: Tensor, config: Config = GELU) -> Tensor:
 
 
 @jit
-def _gelu(pre, act, size, ELEMENTS: tl.constexpr):
+def _gelu(pre, act, size, ELEMENTS: tl.constexpr, FAST: tl.constexpr = False):
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     x = tl.load(pre + at, at < size, 0.0).to(tl.float32)
-    y, _ = _gelu_of(x)
+    y, _ = _gelu_of(x, FAST)
     tl.store(act + at, y.to(act.dtype.element_ty), at < size)
 
 
@@ -464,7 +530,7 @@ def gelu_backward(
 @jit
 def _gelu_backward(
     pre, g, dpre, act, partial, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < F
@@ -474,7 +540,7 @@ def _gelu_backward(
         ok = (row < N)[:, None] & in_columns[None, :]
         at = row.to(tl.int64)[:, None] * F + column[None, :]
         x = tl.load(pre + at, ok, 0.0).to(tl.float32)
-        y, slope = _gelu_of(x)
+        y, slope = _gelu_of(x, FAST)
         out = tl.load(g + at, ok, 0.0).to(tl.float32) * slope
         dbias += out
         tl.store(dpre + at, out.to(dpre.dtype.element_ty), ok)
@@ -483,7 +549,7 @@ def _gelu_backward(
 
 
 @jit
-def _gelu_of(x):
+def _gelu_of(x, FAST: tl.constexpr = False):
     """gelu(x) = x Φ(x) and its slope Φ(x) + x Φ'(x), both to 4e-7 (float32's own F.gelu: 1e-6).
 
     With t = 1 / (1 + p |x|), Φ(−|x|) e^{x²/2} is t times a polynomial of degree 6, minimax in its
@@ -491,7 +557,7 @@ def _gelu_of(x):
     be the limit, and the slope shares its exponential.
     """
     z = tl.abs(x)
-    t = 1.0 / (1.0 + 0.25514825 * z)
+    t = _inverse(1.0 + 0.25514825 * z, FAST)
     series = -0.0846659 * t + 0.29202834
     series = series * t - 0.19669393
     series = series * t + 0.23272286
@@ -501,6 +567,18 @@ def _gelu_of(x):
     power = tl.exp2(-0.72134752 * x * x)
     slope = (series - 0.3989422804 * z) * power
     return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
+
+
+@jit
+def _inverse(x, FAST: tl.constexpr):
+    """1 / x; FAST by one instruction, without the care for subnormals that takes more."""
+    if FAST:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = 1.0 / x
+    return y
 
 
 # A whole layer of one head, whose states stay on chip
@@ -627,7 +705,7 @@ def _add_square(
 def _layer(
     x, mask, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, y, o, s1, s2, lse, T, eps, scale,
     D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
     """One program: one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -650,7 +728,7 @@ def _layer(
     h = (normal * tl.load(g1 + column)[None, :] + tl.load(c1 + column)[None, :]).to(h.dtype)
     f = h.to(tl.float32) + tl.load(b2 + column).to(tl.float32)[None, :]
     for c in tl.range(0, F, D, num_stages=STAGES):
-        act, slope = _gelu_of(_linear(h, w1, b1, c, D, PRECISION))
+        act, slope = _gelu_of(_linear(h, w1, b1, c, D, PRECISION), FAST)
         w = _square(w2, 0, c, F, D)
         f = tl.dot(act.to(h.dtype), tl.trans(w), f, input_precision=PRECISION)
     s = f.to(h.dtype)
@@ -665,7 +743,7 @@ def _layer_backward(
     dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, ds1, dx,
     partial, B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     TILE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr,
+    PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
     """One program: STEPS sequences, of which the last may not be there.
 
@@ -698,7 +776,7 @@ def _layer_backward(
                 down = _square(w2, 0, c, F, D)
                 bias = tl.load(b1 + c + column).to(tl.float32)
                 pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
-                act, rise = _gelu_of(pre)
+                act, rise = _gelu_of(pre, FAST)
                 dpre = tl.dot(da, down, input_precision=PRECISION) * rise
                 _add_to(partial + to_w1 + F * D + c + column, tl.sum(dpre, 0), step, STEPS)
                 dpre = dpre.to(s.dtype)
