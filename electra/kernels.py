@@ -624,9 +624,10 @@ def layer_backward(
     programs = triton.cdiv(B, shape["STEPS"])
     size = sum(w.numel() for w in weights)
     partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    read = (*weights[:3], *weights[4:7], *weights[8:11])  # no bias that is only added at the end
     for feed, attend in ((True, True),) if parts == 1 else ((True, False), (False, True)):
         _layer_backward[(programs,)](
-            dy, x, mask, *kept, *weights, ds1, dx, partial, B, T, eps, 1 / math.sqrt(D), SIZE=size,
+            dy, x, mask, *kept, *read, ds1, dx, partial, B, T, eps, 1 / math.sqrt(D), SIZE=size,
             FEED=feed, ATTEND=attend, **shape,
         )  # fmt: skip
     narrow = torch.empty(size, dtype=x.dtype, device=x.device)
@@ -667,6 +668,13 @@ def _normal(s, eps, D: tl.constexpr):
     s -= (tl.sum(s, 1) / D)[:, None]
     rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) / D + eps)
     return s * rstd[:, None], rstd
+
+
+@jit
+def _norm(s, gamma, beta, eps, D: tl.constexpr):
+    column = tl.arange(0, D)
+    normal, _ = _normal(s, eps, D)
+    return normal * tl.load(gamma + column)[None, :] + tl.load(beta + column)[None, :]
 
 
 @jit
@@ -724,24 +732,20 @@ def _layer(
     tl.store(o + at, a, ok)
     s = (h.to(tl.float32) + _linear(a, wo, bo, 0, D, PRECISION)).to(h.dtype)
     tl.store(s1 + at, s, ok)
-    normal, rstd = _normal(s, eps, D)
-    h = (normal * tl.load(g1 + column)[None, :] + tl.load(c1 + column)[None, :]).to(h.dtype)
+    h = _norm(s, g1, c1, eps, D).to(h.dtype)
     f = h.to(tl.float32) + tl.load(b2 + column).to(tl.float32)[None, :]
     for c in tl.range(0, F, D, num_stages=STAGES):
-        act, slope = _gelu_of(_linear(h, w1, b1, c, D, PRECISION), FAST)
+        act, _ = _gelu_of(_linear(h, w1, b1, c, D, PRECISION), FAST)
         w = _square(w2, 0, c, F, D)
         f = tl.dot(act.to(h.dtype), tl.trans(w), f, input_precision=PRECISION)
     s = f.to(h.dtype)
     tl.store(s2 + at, s, ok)
-    normal, rstd = _normal(s, eps, D)
-    out = normal * tl.load(g2 + column)[None, :] + tl.load(c2 + column)[None, :]
-    tl.store(y + at, out.to(h.dtype), ok)
+    tl.store(y + at, _norm(s, g2, c2, eps, D).to(h.dtype), ok)
 
 
 @jit
 def _layer_backward(
-    dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, ds1, dx,
-    partial, B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, w1, b1, w2, g1, c1, g2, ds1, dx, partial, B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     TILE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
@@ -749,7 +753,7 @@ def _layer_backward(
 
     FEED is the way back to h, ATTEND from there to x; one alone leaves ds, or finds it, in `ds1`.
     """
-    # Where the sums of each weight begin: in the order of the arguments.
+    # Where the sums of each weight begin: in the order of `weights`.
     to_wo: tl.constexpr = 3 * D * (D + 1)
     to_w1: tl.constexpr = to_wo + D * (D + 1)
     to_w2: tl.constexpr = to_w1 + F * (D + 1)
@@ -768,9 +772,7 @@ def _layer_backward(
             dh = _normal_backward(dh, s, g2, eps, partial + to_b2 + 3 * D, step, D, STEPS)
             _add_to(partial + to_b2 + column, tl.sum(dh, 0), step, STEPS)
             da = dh.to(s.dtype)
-            normal, rstd = _normal(tl.load(s1 + at, ok, 0.0), eps, D)
-            h = normal * tl.load(g1 + column)[None, :] + tl.load(c1 + column)[None, :]
-            h = h.to(s.dtype)
+            h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
             for c in tl.range(0, F, D, num_stages=STAGES):
                 up = _square(w1, c, 0, D, D)
                 down = _square(w2, 0, c, F, D)
@@ -965,9 +967,7 @@ def _cross_entropy_backward(
 # What they share
 
 
-def column_sums(
-    partial: Tensor, out: Tensor | None = None, narrow: Tensor | None = None
-) -> Tensor:
+def column_sums(partial: Tensor, out: Tensor | None = None, narrow: Tensor | None = None) -> Tensor:
     """Σ over the rows of a few partial sums, (P, C) float32 -> (C,), which may be given.
 
     With `narrow`, (C,) of another type, the sums are written there too.

@@ -26,6 +26,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # The interpreter multiplies the bits of bfloat16 as integers; float16 rounds at the same places.
 NARROW = torch.bfloat16 if CUDA else torch.float16
+needs_gpu = pytest.mark.skipif(not CUDA, reason="the interpreter knows no single instructions")
 WIDTHS = [(1, 16), (7, 48), (100, 64), (130, 80), (3, 512)]
 
 
@@ -49,7 +50,9 @@ def test_layer_norm_of_a_sum_and_its_gradients_are_those_of_the_definition(
     torch.manual_seed(N)
     x, a, dy, dy2 = (draw(N, D, dtype=dtype) for _ in range(4))
     gamma, beta = draw(D), draw(D)
-    y, s, mean, rstd = kernels.add_norm(x, a, gamma, beta, 0.1)
+    statistics = draw(2, N)
+    y, s, mean, rstd = kernels.add_norm(x, a, gamma, beta, 0.1, statistics=statistics)
+    assert torch.equal(statistics, torch.stack([mean, rstd]))
     assert y.dtype == s.dtype == dtype
     assert torch.equal(s, x + a)
     leaves = [t.double().requires_grad_() for t in (s, gamma, beta)]
@@ -69,6 +72,19 @@ def test_layer_norm_of_a_sum_and_its_gradients_are_those_of_the_definition(
             assert (got.double() - right).abs().max() <= 1e-5 * N**0.5
 
 
+@pytest.mark.parametrize(("N", "C", "D"), [(1, 32, 16), (130, 48, 80), (70, 64, 256)])
+def test_layer_norm_in_the_kernel_of_the_product_is_the_same(N: int, C: int, D: int) -> None:
+    torch.manual_seed(N)
+    x, w, b, h = (draw(*size, dtype=NARROW) for size in ((N, C), (D, C), (D,), (N, D)))
+    gamma, beta = draw(D), draw(D)
+    config = kernels.PRODUCT_ADD_NORM | {"ROWS": 64}
+    y, s, mean, rstd = kernels.product_add_norm(x, w, b, h, gamma, beta, 0.1, config)
+    close(s, h.double() + x.double() @ w.double().t() + b.double(), NARROW)
+    close(y, F.layer_norm(s.double(), (D,), gamma.double(), beta.double(), 0.1), NARROW)
+    close(mean, s.double().mean(1))
+    close(rstd, (s.double().var(1, correction=0) + 0.1).rsqrt())
+
+
 def test_layer_norm_keeps_small_differences_of_large_values() -> None:
     s = 1000 + draw(4, 64)
     one, zero = torch.ones(64, device=DEVICE), torch.zeros(64, device=DEVICE)
@@ -76,10 +92,11 @@ def test_layer_norm_keeps_small_differences_of_large_values() -> None:
     assert (y - F.layer_norm(s.double(), (64,), eps=1e-6)).abs().max() < 1e-3
 
 
-def test_gelu_is_exact_over_all_of_its_range() -> None:
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_gpu)])
+def test_gelu_is_exact_over_all_of_its_range(fast: bool) -> None:
     x = torch.linspace(-9, 9, 20001, device=DEVICE)
     exact = x.double() * torch.special.ndtr(x.double())
-    error = (kernels.gelu(x) - exact).abs()
+    error = (kernels.gelu(x, kernels.GELU | {"FAST": fast}) - exact).abs()
     assert error.max() < 6e-7
     assert (error / exact.abs())[(x > -6) & (x != 0)].max() < 4e-6  # also where it is tiny
     assert kernels.gelu(torch.zeros(5, device=DEVICE)).tolist() == [0] * 5
@@ -168,13 +185,18 @@ def test_attention_and_its_gradient_are_those_of_the_definition(
 
 
 def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor) -> None:
-    dtype = qkv.dtype
+    (B, T, _, H, _), dtype = qkv.shape, qkv.dtype
     o, dqkv, dbias = attention_in_float64(qkv, mask, do)
-    close(kernels.attention(qkv, mask), o, dtype)
-    got, sums = kernels.attention_backward(qkv, mask, do)
-    close(got, dqkv, dtype)
-    assert sums.dtype == torch.float32
-    close(sums, dbias, dtype)
+    lse = torch.empty(B, H, T, device=DEVICE)
+    ours = kernels.attention(qkv, mask, lse=lse)
+    close(ours, o, dtype)
+    for got, sums in (
+        kernels.attention_backward(qkv, mask, do),
+        kernels.attention_backward_from(qkv, mask, ours, lse, do),
+    ):
+        close(got, dqkv, dtype)
+        assert sums.dtype == torch.float32
+        close(sums, dbias, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
@@ -208,6 +230,10 @@ def test_large_scores_do_not_overflow() -> None:
     assert (kernels.attention(qkv, None) - o).abs().max() < 1e-3 * o.abs().max()
     got, _ = kernels.attention_backward(qkv, None, do)
     assert (got - dqkv).abs().max() < 1e-2 * dqkv.abs().max()
+    lse = torch.empty(1, 1, 20, device=DEVICE)
+    ours = kernels.attention(qkv, None, lse=lse)
+    got, _ = kernels.attention_backward_from(qkv, None, ours, lse, do)
+    assert (got - dqkv).abs().max() < 1e-2 * dqkv.abs().max()
 
 
 def test_what_is_padded_is_neither_seen_nor_learnt() -> None:
@@ -235,6 +261,12 @@ def test_rows_and_heads_at_a_time_change_nothing(
     close(kernels.attention(qkv, None, kernels.ATTENTION | {"ROWS": rows}), o, NARROW)
     config = kernels.ATTENTION_BACKWARD | {"ROWS": rows, "HEADS": heads}
     got, sums = kernels.attention_backward(qkv, None, do, config)
+    close(got, dqkv, NARROW)
+    close(sums, dbias, NARROW)
+    lse = torch.empty(1, 4, 60, device=DEVICE)
+    ours = kernels.attention(qkv, None, lse=lse)
+    config = kernels.ATTENTION_BACKWARD_FROM | {"ROWS": rows}
+    got, sums = kernels.attention_backward_from(qkv, None, ours, lse, do, config)
     close(got, dqkv, NARROW)
     close(sums, dbias, NARROW)
 
@@ -319,21 +351,42 @@ def test_logits_that_are_not_finite_show_in_the_loss() -> None:
 # What is made of them
 
 
-@pytest.mark.parametrize("lengths", [None, [9, 20, 1]])
-def test_a_block_of_kernels_is_the_block(lengths: Sequence[int] | None) -> None:
-    torch.manual_seed(0)
+def block_of(D: int, width: int, heads: int, T: int) -> Block:
     config = EncoderConfig(
-        layers=1, hidden_size=48, ffn_size=80, attention_heads=3, embedding_size=48,
-        max_positions=20, dropout=0.0, attention_dropout=0.0,
+        layers=1, hidden_size=D, ffn_size=width, attention_heads=heads, embedding_size=D,
+        max_positions=T, dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
     block = Block(config, site=0).to(DEVICE)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    return block
+
+
+def mask_of(T: int, lengths: Sequence[int] | None) -> Tensor | None:
+    if lengths is None:
+        return None
+    return torch.arange(T, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "switches"),
+    [
+        (None, []),
+        ([9, 20, 1], []),
+        ([9, 20, 1], ["KEPT_SUMS"]),
+        (None, ["KEPT_SUMS", "PRODUCT_NORM"]),
+    ],
+)
+def test_a_block_of_kernels_is_the_block(
+    lengths: Sequence[int] | None, switches: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for switch in switches:
+        monkeypatch.setattr(fused, switch, True)
+    torch.manual_seed(0)
+    block = block_of(48, 80, 3, 20)
     h = draw(3, 20, 48).requires_grad_()
-    bias = None
-    if lengths:
-        mask = torch.arange(20, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
-        bias = mask[:, None, None]
+    mask = mask_of(20, lengths)
+    bias = None if mask is None else mask[:, None, None]
     dy = draw(3, 20, 48)
     leaves = [h, *block.parameters()]
     plain = block(h, bias, None)
@@ -346,6 +399,62 @@ def test_a_block_of_kernels_is_the_block(lengths: Sequence[int] | None) -> None:
     with torch.no_grad():
         block.up.bias += 1
     assert (block(h, bias, None) - plain).abs().max() > 1e-3  # it reads the weights it has now
+
+
+@pytest.mark.parametrize(
+    ("T", "D", "width", "lengths", "changes"),
+    [
+        (1, 16, 16, [1, 1], {}),
+        (7, 32, 64, None, {}),
+        (20, 16, 48, [20, 1, 9], {"PROGRAMS": 2}),  # the fourth sequence is not there
+        (33, 16, 32, [33, 5], {"PARTS": 2, "PROGRAMS": 1}),
+    ],
+)
+def test_a_layer_that_stays_on_chip_is_the_block(
+    T: int, D: int, width: int, lengths: Sequence[int] | None, changes: dict[str, Any]
+) -> None:
+    torch.manual_seed(T)
+    B = len(lengths) if lengths else 2
+    block = block_of(D, width, 1, T).double()
+    weights = [w.detach().float() for w in block.tensors()]
+    mask = mask_of(T, lengths)
+    x, dy = draw(B, T, D), draw(B, T, D)
+    leaves = [x.double().requires_grad_(), *block.tensors()]
+    exact = block(leaves[0], None if mask is None else mask[:, None, None], None)
+    expected = torch.autograd.grad(exact, leaves, dy.double())
+    eps = block.config.layer_norm_eps
+    y, *kept = kernels.layer(x, mask, weights, eps)
+    config = kernels.LAYER_BACKWARD | changes
+    dx, sums, half = kernels.layer_backward(dy, x, mask, weights, kept, eps, config)
+    parts = sums.split([w.numel() for w in weights])
+    for got, right in zip((y, dx, *parts), (exact.detach(), *expected), strict=True):
+        assert (got.flatten() - right.flatten()).abs().max() <= 1e-5 * right.abs().max()
+    assert torch.equal(half, sums)
+
+
+def test_a_layer_of_one_head_of_64_stays_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through autograd, in the working type, against the block of separate kernels."""
+    torch.manual_seed(0)
+    block = block_of(64, 64, 1, 9).to(NARROW)
+    for norm in (block.attention_norm, block.ffn_norm):
+        norm.float()
+    x = draw(1, 9, 64, dtype=NARROW).requires_grad_()
+    mask = mask_of(9, [6])
+    assert mask is not None
+    dy = draw(1, 9, 64, dtype=NARROW)
+    leaves = [x, *block.tensors()]
+    block.fused = True
+    results: list[tuple[Tensor, ...]] = []
+    for on_chip in (False, True):
+        monkeypatch.setattr(fused, "WHOLE_LAYER", on_chip)
+        assert fused.stays_on_chip(x, block.config) == on_chip
+        assert not fused.stays_on_chip(x.float(), block.config)
+        y = block(x, mask[:, None, None], None)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for got, right in zip(*reversed(results), strict=True):
+        assert got.dtype == right.dtype
+        assert got.shape == right.shape
+        assert (got - right).abs().max() <= (0.1 if CUDA else 0.02) * right.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["full", "padded", "packed"])
@@ -387,6 +496,9 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
     shapes = [(3 * D, D), (3 * D,), (D, D), (D,), (F_, D), (F_,), (D, F_), (D,), *[(D,)] * 4]
     weights = [draw(*shape).requires_grad_() for shape in shapes]
     x = draw(B, T, D).requires_grad_()
+    few = [
+        w if F_ not in w.shape else draw(*(D if n == F_ else n for n in w.shape)) for w in weights
+    ]
     mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(fused.block, (x, mask, weights, 2, 1e-6), test_utils=tests)
@@ -397,6 +509,11 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
     with torch.no_grad():
         arguments = (draw(B, T, D), x, mask, weights, kept, 2)
         torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
+    torch.library.opcheck(fused.layer, (x, mask, few, 1e-6), test_utils=tests)
+    y, *kept = fused.layer(x, mask, few, 1e-6)
+    with torch.no_grad():
+        arguments = (y, x, mask, few, kept, 1e-6)
+        torch.library.opcheck(fused.layer_backward, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize(
