@@ -1,19 +1,21 @@
 """Every kernel of electra/kernels.py: is it right, and how long does it take? And cuBLAS's part.
 
-    python benchmarks/kernels.py [--only NAME ...]
+    python benchmarks/kernels.py [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone
 
 Each entry is first compared with plain PyTorch in float32, then timed against plain PyTorch, eager
 and compiled, in bfloat16: 20 calls in a CUDA graph, the median of five replays. An entry is a
 process of its own: all compile side by side, then take turns on the device, and one that fails does
-not take the others with it. GB/s count every byte that has to be read or written once. `products`
-times each matrix product of a block, in the ways PyTorch can ask for it, against the larger of its
-floors: operations at 790 TFLOP/s, bytes at 4.3 TB/s (both measured on an H200).
+not take the others with it. The table comes last. GB/s count every byte that has to be read or
+written once. An empty configuration is what the product does, where that is several kernels.
+`products` times each matrix product of a block, in the ways PyTorch can ask for it, against the
+larger of its floors: operations at 790 TFLOP/s, bytes at 4.3 TB/s (both measured on an H200).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -37,6 +39,7 @@ CALLS, REPLAYS = 20, 5
 FLOPS, BYTES = 790e12, 4.3e12  # a second
 PATIENCE = 75  # seconds for an entry to compile, and again to be timed
 READY = "ready to be timed"
+RECORD = "record "  # a line of JSON for the parent
 Like = dict[str, Any]  # dtype and device
 Config = dict[str, Any]
 
@@ -53,6 +56,7 @@ class Entry(NamedTuple):
     sizes: list[tuple[int, ...]]
     small: tuple[int, ...]
     configs: list[Config]  # the product's first
+    compiled: bool = True  # time plain PyTorch compiled, too
 
 
 # Layer norm and GELU: N rows, D hidden, F feed-forward
@@ -91,6 +95,27 @@ def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False) -> Case:
 
     inputs = (dy, dy2, s, mean, rstd, gamma)
     return Case(inputs, kernels.add_norm_backward, plain, (4 if two else 3) * s.nbytes)
+
+
+def product_add_norm(N: int, D: int, like: Like, *, times: int) -> Case:
+    """From `times` D columns; beside it cuBLAS and `add_norm`, which the product takes."""
+
+    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
+        x, w, b, h, gamma, beta = inputs
+        s = h + F.linear(x, w, b)
+        y, mean, rstd = torch.native_layer_norm(s.float(), (D,), gamma, beta, 1e-6)
+        return y.to(x.dtype), s, mean[:, 0], rstd[:, 0]
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        x, w, b, h, gamma, beta = inputs
+        if not config:
+            return kernels.add_norm(h, torch.addmm(b, x, w.t()), gamma, beta, 1e-6)
+        return kernels.product_add_norm(*inputs, 1e-6, config=config)
+
+    x, h = torch.randn(N, times * D, **like), torch.randn(N, D, **like)
+    w, b = torch.randn(D, times * D, **like) / (times * D) ** 0.5, torch.randn(D, **like)
+    gamma, beta = torch.randn(2, D, device=x.device)
+    return Case((x, w, b, h, gamma, beta), ours, plain, x.nbytes + 3 * h.nbytes + w.nbytes)
 
 
 def gelu(N: int, D: int, like: Like) -> Case:
@@ -152,6 +177,81 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
 
     do = torch.randn(B, T, H * K, **like)
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
+
+
+def attention_backward_from(B: int, T: int, H: int, K: int, like: Like) -> Case:
+    """The backward pass alone, from what the forward pass keeps, and as the product has it."""
+    whole = attention_and_backward(B, T, H, K, like)
+    qkv, mask, do = whole.inputs
+    lse = torch.empty(B, H, T, device=qkv.device)
+    o = kernels.attention(qkv, mask, lse=lse)
+
+    def plain(qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+        del o, lse
+        return whole.plain(qkv, mask, do)[1:]
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        if "HEADS" in config:
+            return kernels.attention_backward(qkv, mask, do, config)
+        return kernels.attention_backward_from(*inputs, config)
+
+    return Case((qkv, mask, o, lse, do), ours, plain, 8 * do.numel() * do.itemsize)
+
+
+# A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
+
+
+def layer(B: int, T: int, D: int, like: Like) -> Case:
+    """Forward. An empty config is the product's block of products and kernels."""
+
+    def plain(x: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
+        q, k, v = F.linear(x, wqkv, bqkv).view(B, T, 3, D).unbind(2)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        s = x + F.linear(a, wo, bo)
+        h = F.layer_norm(s.float(), (D,), g1, c1, 1e-6).to(x.dtype)
+        f = F.linear(F.gelu(F.linear(h, w1, b1)), w2, b2)
+        return (F.layer_norm((h + f).float(), (D,), g2, c2, 1e-6).to(x.dtype),)
+
+    def ours(x: Tensor, mask: Tensor, *weights: Tensor, config: Config) -> tuple[Tensor, ...]:
+        if not config:
+            return (fused.block(x, mask, list(weights), 1, 1e-6)[0],)
+        return (kernels.layer(x, mask, list(weights), 1e-6, config)[0],)
+
+    x = torch.randn(B, T, D, **like)
+    (_, mask), *_ = attention(B, T, 1, 16, like)
+    sizes = ((3 * D, D), (3 * D,), (D, D), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,))
+    weights = [torch.randn(*n, **like) * (n[-1] ** -0.5 if n[1:] else 0.1) for n in sizes]
+    norms = [1 + 0.1 * torch.randn(D, device=x.device) for _ in range(4)]
+    return Case((x, mask, *weights, *norms), ours, plain, 5 * x.nbytes)
+
+
+def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
+    forward = layer(B, T, D, like)
+    x, mask, *weights = forward.inputs
+    dy = torch.randn_like(x)
+    kept: dict[bool, list[Tensor]] = {
+        True: list(fused.block(x, mask, weights, 1, 1e-6)[1:]),
+        False: list(kernels.layer(x, mask, weights, 1e-6)[1:]),
+    }
+
+    def plain(dy: Tensor, x: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, *weights)]
+        (y,) = forward.plain(leaves[0], mask, *leaves[1:])
+        dx, *gradients = torch.autograd.grad(y, leaves, dy)
+        return dx, *(g.float() for g in gradients[:8:2])
+
+    def ours(
+        dy: Tensor, x: Tensor, mask: Tensor, *weights: Tensor, config: Config
+    ) -> tuple[Tensor, ...]:
+        if not config:
+            out = fused.block_backward(dy, x, mask, list(weights), kept[True], 1)
+            return out[:5]
+        dx, sums, _ = kernels.layer_backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
+        parts = sums.split([w.numel() for w in weights])
+        return dx, *(g.view_as(w) for g, w in zip(parts[:8:2], weights[:8:2], strict=True))
+
+    return Case((dy, *forward.inputs), ours, plain, 7 * x.nbytes)
 
 
 # Cross-entropy: N rows, V tokens, in rows of W; E with the products
@@ -227,7 +327,18 @@ LN_BACKS = [
     LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
     LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
 ]
+# In a single instruction where there is a GPU; the interpreter has none.
+FAST = {"FAST": torch.cuda.is_available()}
+LAYER, LAYER_BACK = kernels.LAYER, kernels.LAYER_BACKWARD
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
+LAYERS = [(128, 128, 64), (1024, 128, 64)]
+PRODUCTS = [
+    {},
+    kernels.PRODUCT_ADD_NORM,
+    kernels.PRODUCT_ADD_NORM | {"num_stages": 4},
+    kernels.PRODUCT_ADD_NORM | {"ROWS": 64, "num_warps": 4},
+    kernels.PRODUCT_ADD_NORM | {"ROWS": 64, "num_warps": 8},
+]
 LOGITS = [(2560, 30522, 30528), (20480, 30522, 30528)]
 ENTRIES = {
     "add_norm": Entry(
@@ -244,7 +355,11 @@ ENTRIES = {
         gelu,
         ROWS,
         (9, 48),
-        [kernels.GELU, *({"ELEMENTS": e, "num_warps": 4} for e in (1024, 2048))],
+        [
+            kernels.GELU,
+            kernels.GELU | FAST,
+            *({"ELEMENTS": e, "num_warps": 4} for e in (1024, 2048)),
+        ],
     ),
     "gelu_backward": Entry(
         gelu_backward,
@@ -252,6 +367,7 @@ ENTRIES = {
         (9, 48),
         [
             GELU_BACK,
+            GELU_BACK | FAST,
             GELU_BACK | {"STAGES": 1},
             GELU_BACK | {"STAGES": 3},
             GELU_BACK | {"PROGRAMS": 1056},
@@ -275,6 +391,75 @@ ENTRIES = {
             kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1},
             kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1, "maxnreg": 128},
         ],
+    ),
+    "attention backward": Entry(
+        attention_backward_from,
+        HEADS[:2],
+        (2, 20, 2, 16),
+        [
+            kernels.ATTENTION_BACKWARD,
+            *(
+                kernels.ATTENTION_BACKWARD_FROM | change
+                for change in (
+                    {},
+                    {"maxnreg": 128},
+                    {"STAGES": 2},
+                    {"ROWS": 128},
+                    {"ROWS": 128, "maxnreg": 128},
+                    {"ROWS": 32, "maxnreg": 128},
+                    {"ROWS": 32, "num_warps": 4},
+                )
+            ),
+        ],
+        compiled=False,
+    ),
+    "product and add_norm, out": Entry(
+        partial(product_add_norm, times=1), ROWS[:2], (9, 48), PRODUCTS, compiled=False
+    ),
+    "product and add_norm, down": Entry(
+        partial(product_add_norm, times=4), ROWS[:2], (9, 48), PRODUCTS, compiled=False
+    ),
+    "layer": Entry(
+        layer,
+        LAYERS,
+        (2, 20, 16),
+        [
+            {},
+            *(
+                LAYER | change
+                for change in (
+                    {},
+                    FAST,
+                    {"STAGES": 2},
+                    {"maxnreg": 128},
+                    {"num_warps": 4},
+                    {"num_warps": 16},
+                )
+            ),
+        ],
+        compiled=False,
+    ),
+    "layer backward": Entry(
+        layer_backward,
+        LAYERS,
+        (2, 20, 16),
+        [{}, LAYER_BACK, LAYER_BACK | FAST, LAYER_BACK | FAST | {"PARTS": 2}],
+        compiled=False,
+    ),
+    "layer backward in two parts": Entry(
+        layer_backward,
+        LAYERS,
+        (2, 20, 16),
+        [
+            LAYER_BACK | FAST | {"PARTS": 2} | change
+            for change in (
+                {"STAGES": 2},
+                {"PROGRAMS": 264, "maxnreg": 128},
+                {"num_warps": 16},
+                {"PROGRAMS": 1024},
+            )
+        ],
+        compiled=False,
     ),
     "cross-entropy and sample": Entry(
         cross_entropy,
@@ -460,7 +645,9 @@ def child(name: str, small: bool) -> None:
                 continue
             compiled = torch.compile(case.plain, dynamic=False)
             ways["plain"] = case.plain
-            if attempt("plain, compiled", lambda c=case, f=compiled: f(*c.inputs) and "ran"):
+            if entry.compiled and attempt(
+                "plain, compiled", lambda c=case, f=compiled: f(*c.inputs) and "ran"
+            ):
                 ways["plain, compiled"] = compiled
             timed.append((f"{name} {size}", case, ways))
     if small or not cuda:
@@ -475,9 +662,16 @@ def child(name: str, small: bool) -> None:
         print(title)
         for label, way in ways.items():
 
-            def speed(way: Callable[..., Any] = way, case: Case = case) -> str:
+            def speed(
+                way: Callable[..., Any] = way,
+                case: Case = case,
+                what: tuple[str, str] = (title, label),
+            ) -> str:
                 t = microseconds(lambda: way(*case.inputs))
-                return f"{t:8.1f} µs {case.moved / t / 1000:8.0f} GB/s"
+                rate = case.moved / t / 1000
+                row = {"entry": what[0], "way": what[1], "microseconds": t, "gb_per_s": rate}
+                print(RECORD + json.dumps(row))
+                return f"{t:8.1f} µs {rate:8.0f} GB/s"
 
             attempt(label, speed)
 
@@ -487,6 +681,7 @@ def main() -> None:
     names = [*ENTRIES, "products"]
     parser.add_argument("--small", action="store_true", help="tiny sizes, values only")
     parser.add_argument("--only", nargs="*", default=names, choices=names)
+    parser.add_argument("--out", type=Path, help="where to write the times as JSON")
     parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.child or a.small or not torch.cuda.is_available():
@@ -515,12 +710,23 @@ def main() -> None:
                 if time.monotonic() > deadline:
                     process.kill()
                 time.sleep(0.1)
+        rows: list[dict[str, Any]] = []
         for name, (process, log) in running.items():
             try:
                 process.communicate("go\n", timeout=PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-            print(f"{log.read_text()}{name}: exit code {process.wait()}\n", flush=True)
+            for line in log.read_text().splitlines():
+                if line.startswith(RECORD):
+                    rows.append(json.loads(line[len(RECORD) :]))
+                else:
+                    print(line)
+            print(f"{name}: exit code {process.wait()}\n", flush=True)
+    for row in rows:
+        print(f"{row['entry']:<48} {row['microseconds']:9.1f} µs  {row['way']}")
+    if a.out:
+        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "times": rows}
+        a.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

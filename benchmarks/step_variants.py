@@ -3,9 +3,10 @@
     python benchmarks/step_variants.py --corpus CORPUS --out OUT --variants plain gemm pointwise
 
 Every variant is a process of its own: they compile side by side, and take turns on the device by a
-lock when they measure. A variant is settings of the run (dotted, as on the command line) and of
-torch's inductor; the table at the end has tokens per second and the seconds until the first step,
-and for `--profile` the kernels of `plain` and `kernels` by kind.
+lock when they measure. A variant is settings of the run (dotted, as on the command line), of
+torch's inductor, and of `fused` and the configurations of `kernels`; the table at the end has
+tokens per second and the seconds until the first step, and for `--profile` the kernels by kind of
+`plain`, `kernels` and the variants of `fused`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 import tyro
 
+from electra import fused
+from electra import kernels as kernel_configs
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
@@ -37,8 +40,19 @@ from electra.pretrain import Trainer
 from electra.recipes import recipe
 
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+KERNELS = {"run.kernels": "yes"}
+ALL_FAST = {name: {"FAST": True} for name in ("GELU", "GELU_BACKWARD", "LAYER", "LAYER_BACKWARD")}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "kernels": {"settings": {"run.kernels": "yes"}},
+    "kernels": {"settings": KERNELS},
+    "whole layer": {"settings": KERNELS, "fused": {"WHOLE_LAYER": True}},
+    "kept sums": {"settings": KERNELS, "fused": {"KEPT_SUMS": True}},
+    "product norm": {"settings": KERNELS, "fused": {"PRODUCT_NORM": True}},
+    "fast gelu": {"settings": KERNELS, "configs": ALL_FAST},
+    "all kernels": {
+        "settings": KERNELS,
+        "fused": {"WHOLE_LAYER": True, "KEPT_SUMS": True, "PRODUCT_NORM": True},
+        "configs": ALL_FAST,
+    },
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -74,7 +88,7 @@ class Arguments:
     rounds: int = 3
     seconds: float = 3.0
     profile: bool = False
-    """Also list the kernels of a step of `plain` and `kernels`."""
+    """Also list the kernels of a step."""
     child: tuple[str, int] | None = None
     """Used by the program itself."""
 
@@ -126,6 +140,10 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
+    for key, value in variant.get("fused", {}).items():
+        setattr(fused, key, value)
+    for key, value in variant.get("configs", {}).items():
+        getattr(kernel_configs, key).update(value)
     corpus = Corpus.open(a.corpus)
     config = changed(
         recipe(a.recipe),
@@ -185,7 +203,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
         row["tokens_per_second"] = rates
         if runtime.device.type == "cuda":
             row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if a.profile and name in ("plain", "kernels"):
+        if a.profile and (name == "plain" or "fused" in variant or name == "kernels"):
             row |= kernels(lambda: steps(10), 10)
     return row
 

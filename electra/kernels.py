@@ -745,8 +745,9 @@ def _layer(
 
 @jit
 def _layer_backward(
-    dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, w1, b1, w2, g1, c1, g2, ds1, dx, partial, B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    TILE: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, w1, b1, w2, g1, c1, g2, ds1, dx, partial,
+    B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
     """One program: STEPS sequences, of which the last may not be there.
@@ -974,7 +975,7 @@ def column_sums(partial: Tensor, out: Tensor | None = None, narrow: Tensor | Non
     """
     P, C = partial.shape
     out = partial.new_empty(C) if out is None else out
-    rows, columns = (256, 16) if narrow is None else (128, 32)  # many columns fill the GPU anyway
+    rows, columns = (256, 16) if narrow is None else (128, 64)  # many columns fill the GPU anyway
     _column_sums[(triton.cdiv(C, columns),)](
         partial, out, narrow, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, rows)), ROWS=rows,
         COLUMNS=columns, num_warps=8,
