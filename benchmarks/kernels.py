@@ -132,9 +132,14 @@ def plain_gelu_backward(pre: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     return dpre, F.gelu(pre), dpre.sum(0, dtype=torch.float32)
 
 
-def gelu_backward(N: int, D: int, like: Like) -> Case:
+def gelu_backward(N: int, D: int, like: Like, *, kept: bool = False) -> Case:
     pre, g = torch.randn(2, N, 4 * D, **like)
-    return Case((2 * pre, g), kernels.gelu_backward, plain_gelu_backward, 4 * pre.nbytes)
+    act = F.gelu(2 * pre) if kept else None
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return kernels.gelu_backward(*inputs, config, act=act)
+
+    return Case((2 * pre, g), ours, plain_gelu_backward, (3 if kept else 4) * pre.nbytes)
 
 
 def column_sums(P: int, C: int, like: Like) -> Case:
@@ -323,6 +328,9 @@ LN_BACKS = [
     LN_BACK,
     LN_BACK | {"STAGES": 1},
     LN_BACK | {"STAGES": 2},
+    LN_BACK | {"PROGRAMS": 132},
+    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "num_warps": 8},
+    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "STAGES": 4, "num_warps": 8},
     LN_BACK | {"PROGRAMS": 528},
     LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
     LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
@@ -374,6 +382,24 @@ ENTRIES = {
             GELU_BACK | {"ROWS": 8, "COLUMNS": 256},
             GELU_BACK | {"ROWS": 32, "num_warps": 8},
         ],
+    ),
+    "gelu_backward, act kept": Entry(
+        partial(gelu_backward, kept=True),
+        ROWS[:2],
+        (9, 48),
+        [
+            GELU_BACK,
+            *(
+                GELU_BACK | FAST | change
+                for change in (
+                    {},
+                    {"STAGES": 3},
+                    {"PROGRAMS": 1056},
+                    {"ROWS": 32, "num_warps": 8},
+                )
+            ),
+        ],
+        compiled=False,
     ),
     "column_sums": Entry(column_sums, [(512, 768), (1024, 1024), (128, 1024)], (9, 48), [{}]),
     "attention": Entry(

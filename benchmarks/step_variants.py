@@ -46,11 +46,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "whole layer": {"settings": KERNELS, "fused": {"WHOLE_LAYER": True}},
     "kept sums": {"settings": KERNELS, "fused": {"KEPT_SUMS": True}},
+    "kept act": {"settings": KERNELS, "fused": {"KEPT_ACT": True}},
     "product norm": {"settings": KERNELS, "fused": {"PRODUCT_NORM": True}},
     "fast gelu": {"settings": KERNELS, "configs": ALL_FAST},
     "all kernels": {
         "settings": KERNELS,
-        "fused": {"WHOLE_LAYER": True, "KEPT_SUMS": True, "PRODUCT_NORM": True},
+        "fused": {"WHOLE_LAYER": True, "KEPT_SUMS": True, "KEPT_ACT": True},
         "configs": ALL_FAST,
     },
     "plain": {},

@@ -27,6 +27,7 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 # Not yet the product's: benchmarks/step_variants.py times a step with each.
 WHOLE_LAYER = False  # layers of one head of 64, such as the small generator's, stay on chip
 KEPT_SUMS = False  # attention's backward pass takes the sums of its forward pass
+KEPT_ACT = False  # act stays in memory, 2 F bytes a token and layer, instead of computed again
 PRODUCT_NORM = False  # residual and layer norm in the same kernel as the product before them
 
 
@@ -51,8 +52,9 @@ def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
 @torch.library.custom_op("electra::block", mutates_args=())
 def block(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, s' and statistics (4 …, B T)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act if it is kept, s' and
+    statistics (4 …, B T)."""
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
@@ -62,8 +64,10 @@ def block(
     o = kernels.attention(packed, mask, lse=lse).view(B * T, D)
     h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
     pre = torch.addmm(b1, h, w1.t())
-    y, s2 = _add_norm(h, kernels.gelu(pre), w2, b2, g2, c2, eps, statistics[2:4])
-    return y.view(B, T, D), qkv, o, s1, h, pre, s2, statistics
+    act = kernels.gelu(pre)
+    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:4])
+    act = act if KEPT_ACT else act.new_empty(0)
+    return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
 
 
 def _add_norm(
@@ -87,7 +91,8 @@ def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: fl
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
     statistics = x.new_empty(_statistics(heads), B * T, dtype=torch.float32)
-    return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, one[3], statistics
+    act = torch.empty_like(inner) if KEPT_ACT else x.new_empty(0)
+    return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, act, one[3], statistics
 
 
 @torch.library.custom_op("electra::block_backward", mutates_args=())
@@ -102,14 +107,15 @@ def block_backward(
     """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
     in the working type; `_backward` takes them apart."""
     wqkv, _, wo, _, w1, _, w2, _, g1, _, g2, _ = weights
-    qkv, o, s1, h, pre, s2, statistics = kept
+    qkv, o, s1, h, pre, act, s2, statistics = kept
     mean1, rstd1, mean2, rstd2 = statistics[:4]
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
     sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
     norm2, norm1, projected, inner = sums.split((3 * D, 3 * D, 3 * D, len(w1)))
     ds2, *_ = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, sums=norm2)
-    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner)
+    act = act if KEPT_ACT else None
+    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner, act=act)
     dw2 = ds2.t() @ act
     dw1 = dpre.t() @ h
     ds1, *_ = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1)

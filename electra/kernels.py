@@ -512,25 +512,35 @@ def _gelu(pre, act, size, ELEMENTS: tl.constexpr, FAST: tl.constexpr = False):
 
 
 def gelu_backward(
-    pre: Tensor, g: Tensor, config: Config = GELU_BACKWARD, sums: Tensor | None = None
+    pre: Tensor,
+    g: Tensor,
+    config: Config = GELU_BACKWARD,
+    sums: Tensor | None = None,
+    act: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dpre and, once more, act = gelu(pre), (N, F), for the gradient g of act; Σ_n dpre, (F,)."""
+    """dpre, act = gelu(pre), (N, F), for the gradient g of act; Σ_n dpre, (F,).
+
+    act is computed once more, unless it is given.
+    """
     _check(pre, g)
     N, F = pre.shape
-    dpre, act = torch.empty_like(pre), torch.empty_like(pre)
+    dpre, again = torch.empty_like(pre), act is None
+    act = torch.empty_like(pre) if act is None else act
     kernel = dict(config)
     kernel["COLUMNS"] = min(kernel["COLUMNS"], triton.next_power_of_2(F))
     columns = triton.cdiv(F, kernel["COLUMNS"])
     strips, steps = _strips(N, kernel["ROWS"], triton.cdiv(kernel.pop("PROGRAMS"), columns))
     partial = torch.empty(strips, F, dtype=torch.float32, device=pre.device)
-    _gelu_backward[(columns, strips)](pre, g, dpre, act, partial, N, F, STEPS=steps, **kernel)
+    _gelu_backward[(columns, strips)](
+        pre, g, dpre, act, partial, N, F, AGAIN=again, STEPS=steps, **kernel
+    )
     return dpre, act, column_sums(partial, sums)
 
 
 @jit
 def _gelu_backward(
-    pre, g, dpre, act, partial, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr = False,
+    pre, g, dpre, act, partial, N, F: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr = False,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < F
@@ -544,7 +554,8 @@ def _gelu_backward(
         out = tl.load(g + at, ok, 0.0).to(tl.float32) * slope
         dbias += out
         tl.store(dpre + at, out.to(dpre.dtype.element_ty), ok)
-        tl.store(act + at, y.to(act.dtype.element_ty), ok)
+        if AGAIN:
+            tl.store(act + at, y.to(act.dtype.element_ty), ok)
     tl.store(partial + tl.program_id(1) * F + column, tl.sum(dbias, 0), in_columns)
 
 

@@ -119,10 +119,11 @@ def test_gelu_and_its_gradient_are_those_of_the_definition(
     pre, g = 3 * draw(N, C, dtype=dtype), draw(N, C, dtype=dtype)
     expected = gelu_and_gradient(pre, g)
     close(kernels.gelu(pre), expected[1], dtype)
-    dpre, act, sums = kernels.gelu_backward(pre, g)
-    close(dpre, expected[0], dtype)
-    close(act, expected[1], dtype)
-    assert (sums.double() - expected[2]).abs().max() <= 1e-5 * N**0.5
+    for given in (None, expected[1].to(dtype)):
+        dpre, act, sums = kernels.gelu_backward(pre, g, act=given)
+        close(dpre, expected[0], dtype)
+        close(act, expected[1], dtype)
+        assert (sums.double() - expected[2]).abs().max() <= 1e-5 * N**0.5
 
 
 def test_sums_do_not_depend_on_how_many_programs_share_the_rows() -> None:
@@ -373,7 +374,7 @@ def mask_of(T: int, lengths: Sequence[int] | None) -> Tensor | None:
     [
         (None, []),
         ([9, 20, 1], []),
-        ([9, 20, 1], ["KEPT_SUMS"]),
+        ([9, 20, 1], ["KEPT_SUMS", "KEPT_ACT"]),
         (None, ["KEPT_SUMS", "PRODUCT_NORM"]),
     ],
 )
