@@ -428,12 +428,12 @@ ENTRIES = {
                 kernels.ATTENTION_BACKWARD_FROM | change
                 for change in (
                     {},
-                    {"maxnreg": 128},
-                    {"STAGES": 2},
+                    {"maxnreg": None},
+                    {"maxnreg": None, "STAGES": 2},
+                    {"maxnreg": None, "ROWS": 128},
                     {"ROWS": 128},
-                    {"ROWS": 128, "maxnreg": 128},
-                    {"ROWS": 32, "maxnreg": 128},
-                    {"ROWS": 32, "num_warps": 4},
+                    {"ROWS": 32},
+                    {"maxnreg": None, "ROWS": 32, "num_warps": 4},
                 )
             ),
         ],
@@ -456,10 +456,10 @@ ENTRIES = {
                 for change in (
                     {},
                     FAST,
-                    {"STAGES": 2},
-                    {"maxnreg": 128},
-                    {"num_warps": 4},
-                    {"num_warps": 16},
+                    FAST | {"maxnreg": None},
+                    FAST | {"maxnreg": None, "STAGES": 2},
+                    FAST | {"maxnreg": None, "num_warps": 4},
+                    FAST | {"num_warps": 16},
                 )
             ),
         ],

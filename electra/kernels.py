@@ -38,7 +38,10 @@ ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
 # The probabilities and their gradient, 128 x 128 float32 each, fill the registers of an SM, so that
 # no second program hides the loads of the first: the next head's are under way instead.
 ATTENTION_BACKWARD: Config = {"ROWS": 128, "HEADS": 4, "STAGES": 2, "num_warps": 8, "num_stages": 1}
-ATTENTION_BACKWARD_FROM: Config = {"ROWS": 64, "STAGES": 1, "num_warps": 8, "num_stages": 1}
+# 128 registers a thread let two programs share an SM: one computes while the other waits.
+ATTENTION_BACKWARD_FROM: Config = {
+    "ROWS": 64, "STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128
+}  # fmt: skip
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
 CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
@@ -52,8 +55,7 @@ GELU_BACKWARD: Config = {
 }  # fmt: skip
 
 
-# One program holds a sequence, and one multiprocessor has room for one program of eight warps.
-LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1}
+LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
 LAYER_BACKWARD: Config = {
     "PARTS": 1, "PROGRAMS": 132, "STAGES": 1, "num_warps": 8, "num_stages": 1
 }  # fmt: skip
@@ -211,7 +213,7 @@ def _attention(
     p, total, top = _softmax(q, k, seen, scale, PRECISION)
     if lse is not None:
         tl.store(lse + (b * H + h) * T + query, top + tl.log2(total), query < T)
-    a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
+    a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
     tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
 
@@ -243,7 +245,7 @@ def _attention_backward(
             da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
             seen = _seen(keys, mask, b, query, key, T, PACKED)
             p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-            p = p / total[:, None]
+            p = p * (1.0 / total)[:, None]
             dv = tl.dot(tl.trans(p.to(q.dtype)), da, dv, input_precision=PRECISION)
             dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
             ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * slope
@@ -676,8 +678,8 @@ def _linear(x, w, b, row, D: tl.constexpr, PRECISION: tl.constexpr):
 def _normal(s, eps, D: tl.constexpr):
     """Rows with mean 0 and variance 1, float32, and 1/std."""
     s = s.to(tl.float32)
-    s -= (tl.sum(s, 1) / D)[:, None]
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) / D + eps)
+    s -= (tl.sum(s, 1) * (1.0 / D))[:, None]
+    rstd = tl.rsqrt(tl.sum(s * s, 1) * (1.0 / D) + eps)
     return s * rstd[:, None], rstd
 
 
@@ -696,8 +698,8 @@ def _normal_backward(dy, s, gamma, eps, sums, step, D: tl.constexpr, STEPS: tl.c
     _add_to(sums + column, tl.sum(dy * normal, 0), step, STEPS)
     _add_to(sums + D + column, tl.sum(dy, 0), step, STEPS)
     dy *= tl.load(gamma + column)[None, :]
-    along = tl.sum(dy * normal, 1) / D
-    level = tl.sum(dy, 1) / D
+    along = tl.sum(dy * normal, 1) * (1.0 / D)
+    level = tl.sum(dy, 1) * (1.0 / D)
     return (dy - level[:, None] - normal * along[:, None]) * rstd[:, None]
 
 
@@ -738,7 +740,8 @@ def _layer(
     v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
     seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
     p, total, top = _softmax(q, k, seen, scale, PRECISION)
-    a = (tl.dot(p.to(h.dtype), v, input_precision=PRECISION) / total[:, None]).to(h.dtype)
+    a = tl.dot(p.to(h.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
+    a = a.to(h.dtype)
     tl.store(lse + b * T + token, top + tl.log2(total), token < T)
     tl.store(o + at, a, ok)
     s = (h.to(tl.float32) + _linear(a, wo, bo, 0, D, PRECISION)).to(h.dtype)
