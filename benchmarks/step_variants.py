@@ -45,6 +45,16 @@ ALL_FAST = {name: {"FAST": True} for name in ("GELU", "GELU_BACKWARD", "LAYER", 
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "whole layer": {"settings": KERNELS, "fused": {"WHOLE_LAYER": True}},
+    "layer in two parts": {
+        "settings": KERNELS,
+        "fused": {"WHOLE_LAYER": True},
+        "configs": {"LAYER_BACKWARD": {"PARTS": 2}},
+    },
+    "layer, two programs": {  # on a multiprocessor: for large batches
+        "settings": KERNELS,
+        "fused": {"WHOLE_LAYER": True},
+        "configs": {"LAYER_BACKWARD": {"PARTS": 2, "PROGRAMS": 264, "maxnreg": 128}},
+    },
     "kept sums": {"settings": KERNELS, "fused": {"KEPT_SUMS": True}},
     "kept act": {"settings": KERNELS, "fused": {"KEPT_ACT": True}},
     "product norm": {"settings": KERNELS, "fused": {"PRODUCT_NORM": True}},
