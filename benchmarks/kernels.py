@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone
+    python benchmarks/kernels.py --compile [--only NAME ...]      without a GPU: registers, spills
 
 Each entry is first compared with plain PyTorch in float32, then timed against plain PyTorch, eager
 and compiled, in bfloat16: 20 calls in a CUDA graph, the median of five replays. An entry is a
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -335,8 +337,7 @@ LN_BACKS = [
     LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
     LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
 ]
-# In a single instruction where there is a GPU; the interpreter has none.
-FAST = {"FAST": torch.cuda.is_available()}
+FAST = {"FAST": os.environ.get("TRITON_INTERPRET") != "1"}  # which knows no single instructions
 LAYER, LAYER_BACK = kernels.LAYER, kernels.LAYER_BACKWARD
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
@@ -702,14 +703,82 @@ def child(name: str, small: bool) -> None:
             attempt(label, speed)
 
 
+def compile_for_h200(name: str) -> None:
+    """What every configuration of an entry compiles to: registers, bytes spilled, shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    said: list[str] = []
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """Instead of a launch. Tensors have no memory here, only a type."""
+        del grid, warmup
+        names = kernel.arg_names
+        given = {p.name: p.default for p in kernel.params} | dict(zip(names, args, strict=False))
+        given |= {k: v for k, v in kwargs.items() if k in names}
+        types, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(kernel.params):
+            value = given[parameter.name]
+            short = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1"}
+            if parameter.is_constexpr or value is None:
+                types[parameter.name], constants[(i,)] = "constexpr", value
+            elif isinstance(value, Tensor):
+                types[parameter.name] = "*" + short.get(value.dtype, "i64")
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            elif isinstance(value, int | float):
+                types[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+            else:
+                shape = list(value.block_shape)
+                types[parameter.name] = f"tensordesc<{short[value.base.dtype]}{shape}>"
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        source = ASTSource(kernel, types, constants, attributes)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        limit = options.get("maxnreg")
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+            ptx.write(result.asm["ptx"])
+            ptx.flush()
+            command = [tool, "-v", "--gpu-name=sm_90a", ptx.name, "-o", os.devnull]
+            command += [f"--maxrregcount={limit}"] if limit else []
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers = re.search(r"Used (\d+) registers", told)
+        spilled = re.search(r"(\d+) bytes spill stores", told)
+        assert registers, told
+        assert spilled, told
+        said.append(
+            f"{registers[1]} registers, {spilled[1]} B spilled, {result.metadata.shared} B shared"
+        )
+
+    triton.runtime.jit.JITFunction.run = compiled
+    entry = ENTRIES[name]
+    for size in entry.sizes:
+        case = entry.make(*size, {"device": torch.device("meta"), "dtype": torch.bfloat16})
+        print(f"{name} {size}")
+        for config in entry.configs:
+
+            def work(case: Case = case, config: Config = config) -> str:
+                said.clear()
+                case.ours(*case.inputs, config=config)
+                return "; ".join(said)
+
+            attempt(str(config), work)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time the kernels.")
     names = [*ENTRIES, "products"]
     parser.add_argument("--small", action="store_true", help="tiny sizes, values only")
     parser.add_argument("--only", nargs="*", default=names, choices=names)
+    parser.add_argument("--compile", action="store_true", help="for an H200, without one")
     parser.add_argument("--out", type=Path, help="where to write the times as JSON")
     parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.compile:
+        for name in a.only:
+            if name != "products":
+                compile_for_h200(name)
+        return
     if a.child or a.small or not torch.cuda.is_available():
         for name in [a.child] if a.child else a.only:
             child(name, a.small)
