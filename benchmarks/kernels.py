@@ -367,6 +367,7 @@ ENTRIES = {
         [
             kernels.GELU,
             kernels.GELU | FAST,
+            kernels.GELU | FAST | {"ELEMENTS": 2048},
             *({"ELEMENTS": e, "num_warps": 4} for e in (1024, 2048)),
         ],
     ),
