@@ -363,10 +363,21 @@ def block_of(D: int, width: int, heads: int, T: int) -> Block:
     return block
 
 
-def mask_of(T: int, lengths: Sequence[int] | None) -> Tensor | None:
+def mask_of(T: int, lengths: Sequence[Any] | None) -> Tensor | None:
+    """Of sequences so long, or of rows of examples so long."""
     if lengths is None:
         return None
-    return torch.arange(T, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    sizes = torch.tensor(lengths, device=DEVICE)
+    if sizes.dim() == 2:
+        return lay_out(sizes, T)[0].int()
+    return torch.arange(T, device=DEVICE) < sizes[:, None]
+
+
+def bias_of(mask: Tensor | None) -> Tensor | None:
+    """What the block of plain PyTorch takes for it."""
+    if mask is None or mask.dtype == torch.bool:
+        return None if mask is None else mask[:, None, None]
+    return (mask[:, :, None] == mask[:, None])[:, None]
 
 
 @pytest.mark.parametrize(
@@ -376,10 +387,11 @@ def mask_of(T: int, lengths: Sequence[int] | None) -> Tensor | None:
         ([9, 20, 1], []),
         ([9, 20, 1], ["KEPT_SUMS", "KEPT_ACT"]),
         (None, ["KEPT_SUMS", "PRODUCT_NORM"]),
+        ([[5, 11, 4], [20, 0, 0], [1, 1, 7]], ["KEPT_SUMS"]),
     ],
 )
 def test_a_block_of_kernels_is_the_block(
-    lengths: Sequence[int] | None, switches: Sequence[str], monkeypatch: pytest.MonkeyPatch
+    lengths: Sequence[Any] | None, switches: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for switch in switches:
         monkeypatch.setattr(fused, switch, True)
@@ -390,7 +402,7 @@ def test_a_block_of_kernels_is_the_block(
     bias = None if mask is None else mask[:, None, None]
     dy = draw(3, 20, 48)
     leaves = [h, *block.parameters()]
-    plain = block(h, bias, None)
+    plain = block(h, bias_of(mask), None)
     expected = torch.autograd.grad(plain, leaves, dy)
     block.fused = True
     again = block(h, bias, None)
@@ -409,10 +421,11 @@ def test_a_block_of_kernels_is_the_block(
         (7, 32, 64, None, {}),
         (20, 16, 48, [20, 1, 9], {"PROGRAMS": 2}),  # the fourth sequence is not there
         (33, 16, 32, [33, 5], {"PARTS": 2, "PROGRAMS": 1}),
+        (20, 16, 16, [[5, 11, 4], [1, 1, 7], [20, 0, 0]], {"PROGRAMS": 2}),
     ],
 )
 def test_a_layer_that_stays_on_chip_is_the_block(
-    T: int, D: int, width: int, lengths: Sequence[int] | None, changes: dict[str, Any]
+    T: int, D: int, width: int, lengths: Sequence[Any] | None, changes: dict[str, Any]
 ) -> None:
     torch.manual_seed(T)
     B = len(lengths) if lengths else 2
@@ -421,7 +434,7 @@ def test_a_layer_that_stays_on_chip_is_the_block(
     mask = mask_of(T, lengths)
     x, dy = draw(B, T, D), draw(B, T, D)
     leaves = [x.double().requires_grad_(), *block.tensors()]
-    exact = block(leaves[0], None if mask is None else mask[:, None, None], None)
+    exact = block(leaves[0], bias_of(mask), None)
     expected = torch.autograd.grad(exact, leaves, dy.double())
     eps = block.config.layer_norm_eps
     y, *kept = kernels.layer(x, mask, weights, eps)
@@ -433,14 +446,17 @@ def test_a_layer_that_stays_on_chip_is_the_block(
     assert torch.equal(half, sums)
 
 
-def test_a_layer_of_one_head_of_64_stays_on_chip(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lengths", [[6], [[4, 3]]])
+def test_a_layer_of_one_head_of_64_stays_on_chip(
+    lengths: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through autograd, in the working type, against the block of separate kernels."""
     torch.manual_seed(0)
     block = block_of(64, 64, 1, 9).to(NARROW)
     for norm in (block.attention_norm, block.ffn_norm):
         norm.float()
     x = draw(1, 9, 64, dtype=NARROW).requires_grad_()
-    mask = mask_of(9, [6])
+    mask = mask_of(9, lengths)
     assert mask is not None
     dy = draw(1, 9, 64, dtype=NARROW)
     leaves = [x, *block.tensors()]
