@@ -186,23 +186,14 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
 
 
-def attention_backward_from(B: int, T: int, H: int, K: int, like: Like) -> Case:
-    """The backward pass alone, from what the forward pass keeps, and as the product has it."""
+def attention_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     whole = attention_and_backward(B, T, H, K, like)
-    qkv, mask, do = whole.inputs
-    lse = torch.empty(B, H, T, device=qkv.device)
-    o = kernels.attention(qkv, mask, lse=lse)
 
-    def plain(qkv: Tensor, mask: Tensor, o: Tensor, lse: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-        del o, lse
-        return whole.plain(qkv, mask, do)[1:]
+    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return whole.plain(*inputs)[1:]
 
-    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
-        if "HEADS" in config:
-            return kernels.attention_backward(qkv, mask, do, config)
-        return kernels.attention_backward_from(*inputs, config)
-
-    return Case((qkv, mask, o, lse, do), ours, plain, 8 * do.numel() * do.itemsize)
+    moved = 7 * whole.inputs[2].numel() * whole.inputs[2].itemsize
+    return Case(whole.inputs, kernels.attention_backward, plain, moved)
 
 
 # A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
@@ -411,33 +402,15 @@ ENTRIES = {
         [kernels.ATTENTION, *({"ROWS": r, "num_warps": w} for r, w in ((64, 4), (128, 4)))],
     ),
     "attention and backward": Entry(
-        attention_and_backward,
-        HEADS,
-        (2, 20, 2, 16),
-        [
-            kernels.ATTENTION_BACKWARD,
-            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1},
-            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1, "maxnreg": 128},
-        ],
+        attention_and_backward, HEADS, (2, 20, 2, 16), [kernels.ATTENTION_BACKWARD]
     ),
     "attention backward": Entry(
-        attention_backward_from,
+        attention_backward,
         HEADS[:2],
         (2, 20, 2, 16),
         [
             kernels.ATTENTION_BACKWARD,
-            *(
-                kernels.ATTENTION_BACKWARD_FROM | change
-                for change in (
-                    {},
-                    {"maxnreg": None},
-                    {"maxnreg": None, "STAGES": 2},
-                    {"maxnreg": None, "ROWS": 128},
-                    {"ROWS": 128},
-                    {"ROWS": 32},
-                    {"maxnreg": None, "ROWS": 32, "num_warps": 4},
-                )
-            ),
+            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1},
         ],
         compiled=False,
     ),

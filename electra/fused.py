@@ -26,7 +26,6 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 
 # Not yet the product's: benchmarks/step_variants.py times a step with each.
 WHOLE_LAYER = False  # layers of one head of 64, such as the small generator's, stay on chip
-KEPT_SUMS = False  # attention's backward pass takes the sums of its forward pass
 KEPT_ACT = False  # act stays in memory, 2 F bytes a token and layer, instead of computed again
 PRODUCT_NORM = False  # residual and layer norm in the same kernel as the product before them
 
@@ -54,18 +53,17 @@ def block(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act if it is kept, s' and
-    statistics (4 …, B T)."""
+    statistics (4, B T)."""
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
-    statistics = g1.new_empty(_statistics(heads), B * T)
+    statistics = g1.new_empty(4, B * T)
     qkv = torch.addmm(bqkv, x, wqkv.t())
-    packed, lse = qkv.view(B, T, 3, heads, D // heads), statistics[4:] if KEPT_SUMS else None
-    o = kernels.attention(packed, mask, lse=lse).view(B * T, D)
+    o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
     h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
     pre = torch.addmm(b1, h, w1.t())
     act = kernels.gelu(pre)
-    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:4])
+    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
     act = act if KEPT_ACT else act.new_empty(0)
     return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
 
@@ -79,18 +77,13 @@ def _add_norm(
     return kernels.add_norm(h, torch.addmm(b, x, w.t()), g, c, eps, statistics=statistics)[:2]
 
 
-def _statistics(heads: int) -> int:
-    """Numbers kept for every token: mean and 1/std of both layer norms, Σ exp of every head."""
-    return 4 + (heads if KEPT_SUMS else 0)
-
-
 @block.register_fake
 def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float) -> Any:
-    del mask, eps
+    del mask, heads, eps
     B, T, D = x.shape
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
-    statistics = x.new_empty(_statistics(heads), B * T, dtype=torch.float32)
+    statistics = x.new_empty(4, B * T, dtype=torch.float32)
     act = torch.empty_like(inner) if KEPT_ACT else x.new_empty(0)
     return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, act, one[3], statistics
 
@@ -108,7 +101,7 @@ def block_backward(
     in the working type; `_backward` takes them apart."""
     wqkv, _, wo, _, w1, _, w2, _, g1, _, g2, _ = weights
     qkv, o, s1, h, pre, act, s2, statistics = kept
-    mean1, rstd1, mean2, rstd2 = statistics[:4]
+    mean1, rstd1, mean2, rstd2 = statistics
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
     sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
@@ -122,12 +115,7 @@ def block_backward(
     dwo = ds1.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
     do = (ds1 @ wo).view(B, T, D)
-    if KEPT_SUMS:
-        dqkv, _ = kernels.attention_backward_from(
-            packed, mask, o, statistics[4:], do, sums=projected
-        )
-    else:
-        dqkv, _ = kernels.attention_backward(packed, mask, do, sums=projected)
+    dqkv, _ = kernels.attention_backward(packed, mask, do, sums=projected)
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
     dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)

@@ -38,10 +38,6 @@ ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
 # The probabilities and their gradient, 128 x 128 float32 each, fill the registers of an SM, so that
 # no second program hides the loads of the first: the next head's are under way instead.
 ATTENTION_BACKWARD: Config = {"ROWS": 128, "HEADS": 4, "STAGES": 2, "num_warps": 8, "num_stages": 1}
-# 128 registers a thread let two programs share an SM: one computes while the other waits.
-ATTENTION_BACKWARD_FROM: Config = {
-    "ROWS": 64, "STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128
-}  # fmt: skip
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
 CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
@@ -72,10 +68,8 @@ def jit(kernel: Any) -> Any:
 # Attention
 
 
-def attention(
-    qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION, lse: Tensor | None = None
-) -> Tensor:
-    """softmax(q kᵀ / √K) v over all heads, (B, T, H K); log2 Σ exp is written to lse (B, H, T).
+def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> Tensor:
+    """softmax(q kᵀ / √K) v over all heads, (B, T, H K).
 
     qkv: (B, T, 3, H, K), T ≤ MOST_TOKENS, K 16, 32 or 64. mask: (B, T) bool, true on tokens, or
     None when nothing is padded; int32: tokens see those of the same number, 0 or more. A query that
@@ -85,7 +79,7 @@ def attention(
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
     grid = (B * H, triton.cdiv(T, shape["ROWS"]))
-    _attention[grid](qkv, mask, o, lse, T, LOG2_E / math.sqrt(K), **shape)
+    _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
     return o
 
 
@@ -109,28 +103,6 @@ def attention_backward(
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
     grid = (B * H // shape["HEADS"],)
     _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
-    return dqkv, column_sums(partial, sums)
-
-
-def attention_backward_from(
-    qkv: Tensor,
-    mask: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    do: Tensor,
-    config: Config = ATTENTION_BACKWARD_FROM,
-    sums: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`attention_backward` from what `attention` gave: no sums over 128 x 128 are taken again."""
-    B, T, _, H, K = qkv.shape
-    _check(o, lse, do)
-    dqkv = torch.empty_like(qkv)
-    partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
-    shape = _attention_shape(qkv, mask, config)
-    grid = (B * H,)
-    _attention_backward_from[grid](
-        qkv, mask, o, lse, do, dqkv, partial, T, 1 / math.sqrt(K), **shape
-    )
     return dqkv, column_sums(partial, sums)
 
 
@@ -195,7 +167,7 @@ def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
 
 @jit
 def _attention(
-    qkv, mask, o, lse, T, scale,
+    qkv, mask, o, T, scale,
     H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -210,9 +182,7 @@ def _attention(
     k = _load_head(x + H * K, key, T, column, 3 * H * K)
     v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
     seen = _seen(_keys_seen(mask, b, key, T, PACKED), mask, b, query, key, T, PACKED)
-    p, total, top = _softmax(q, k, seen, scale, PRECISION)
-    if lse is not None:
-        tl.store(lse + (b * H + h) * T + query, top + tl.log2(total), query < T)
+    p, total, _ = _softmax(q, k, seen, scale, PRECISION)
     a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
     tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
@@ -262,62 +232,6 @@ def _attention_backward(
         tl.store(sums, dq_sum)
         tl.store(sums + H * K, tl.sum(dk, 0))
         tl.store(sums + 2 * H * K, tl.sum(dv, 0))
-
-
-@jit
-def _probabilities(q, k, seen, lse, scale, PRECISION: tl.constexpr):
-    """Of every key (rows) for every query (columns), from log2 Σ exp of the forward pass."""
-    score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    return tl.where(seen, tl.exp2(score * scale - lse[None, :]), 0.0)
-
-
-@jit
-def _attention_backward_from(
-    qkv, mask, o, lse, do, dqkv, partial, T, slope,
-    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One program: one head of one sequence, ROWS queries at a time.
-
-    Keys are rows: so the probabilities and the gradient of the scores are left factors in
-    registers for dv and dk, and only the latter goes through memory, for dq.
-    """
-    b = (tl.program_id(0) // H).to(tl.int64)
-    h = tl.program_id(0) % H
-    column = tl.arange(0, K)
-    key = tl.arange(0, TILE)
-    keys = _keys_seen(mask, b, key, T, PACKED)
-    x = qkv + b * T * (3 * H * K) + h * K
-    dx = dqkv + b * T * (3 * H * K) + h * K
-    k = _load_head(x + H * K, key, T, column, 3 * H * K)
-    v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
-    dk = tl.zeros((TILE, K), tl.float32)
-    dv = tl.zeros((TILE, K), tl.float32)
-    dq_sum = tl.zeros((K,), tl.float32)
-    for start in tl.range(0, TILE, ROWS, num_stages=STAGES):
-        query = start + tl.arange(0, ROWS)
-        q = _load_head(x, query, T, column, 3 * H * K)
-        da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
-        a = _load_head(o + b * T * (H * K) + h * K, query, T, column, H * K)
-        level = tl.sum(a.to(tl.float32) * da.to(tl.float32), 1)
-        top = tl.load(lse + (b * H + h) * T + query, query < T, float("inf"))
-        seen = _seen(keys, mask, b, query, key, T, PACKED, 1)
-        p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION)
-        dv = tl.dot(p.to(q.dtype), da, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(da), input_precision=PRECISION)
-        ds = (p * (dp - level[None, :]) * slope).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION)
-        dq_sum += tl.sum(dq, 0)
-        at = dx + query[:, None] * (3 * H * K) + column[None, :]
-        tl.store(at, dq.to(dqkv.dtype.element_ty), mask=query[:, None] < T)
-    at = dx + key[:, None] * (3 * H * K) + column[None, :]
-    tl.store(at + H * K, dk.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
-    tl.store(at + 2 * H * K, dv.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
-    sums = partial + b * (3 * H * K) + h * K + column
-    tl.store(sums, dq_sum)
-    tl.store(sums + H * K, tl.sum(dk, 0))
-    tl.store(sums + 2 * H * K, tl.sum(dv, 0))
 
 
 # Residual and layer norm
@@ -657,6 +571,13 @@ def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: 
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     shape = {"D": D, "F": F, "TILE": tile, "PRECISION": precision}
     return {**config, **shape, "PACKED": _packed(mask)}
+
+
+@jit
+def _probabilities(q, k, seen, lse, scale, PRECISION: tl.constexpr):
+    """Of every key (rows) for every query (columns), from log2 Σ exp of the forward pass."""
+    score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    return tl.where(seen, tl.exp2(score * scale - lse[None, :]), 0.0)
 
 
 @jit
