@@ -245,7 +245,9 @@ def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
         if not config:
             out = fused.block_backward(dy, x, mask, list(weights), kept[True], 1)
             return out[:5]
-        dx, sums, _ = kernels.layer_backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
+        streamed = "FEED" in config
+        backward = kernels.layer_backward_streamed if streamed else kernels.layer_backward
+        dx, sums, _ = backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
         parts = sums.split([w.numel() for w in weights])
         return dx, *(g.view_as(w) for g, w in zip(parts[:8:2], weights[:8:2], strict=True))
 
@@ -330,6 +332,7 @@ LN_BACKS = [
 ]
 FAST = {"FAST": os.environ.get("TRITON_INTERPRET") != "1"}  # which knows no single instructions
 LAYER, LAYER_BACK = kernels.LAYER, kernels.LAYER_BACKWARD
+STREAMED = kernels.LAYER_BACKWARD_STREAMED
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [
@@ -447,18 +450,24 @@ ENTRIES = {
         [{}, LAYER_BACK, LAYER_BACK | FAST, LAYER_BACK | FAST | {"PARTS": 2}],
         compiled=False,
     ),
-    "layer backward in two parts": Entry(
+    "layer backward, streamed": Entry(
         layer_backward,
         LAYERS,
         (2, 20, 16),
         [
-            LAYER_BACK | FAST | {"PARTS": 2} | change
-            for change in (
-                {"STAGES": 2},
-                {"PROGRAMS": 264, "maxnreg": 128},
-                {"num_warps": 16},
-                {"PROGRAMS": 1024},
-            )
+            STREAMED,
+            *(
+                STREAMED | {kernel: STREAMED[kernel] | change}
+                for kernel, change in (
+                    ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": 128}),
+                    ("FEED", {"ROWS": 128}),
+                    ("FEED", {"maxnreg": 128}),
+                    ("ATTEND", {"maxnreg": None}),
+                    ("ATTEND", {"maxnreg": None, "num_warps": 4}),
+                    ("WEIGHTS", {"ROWS": 128, "STAGES": 3}),
+                    ("WEIGHTS", {"STRIPS": 66}),
+                )
+            ),
         ],
         compiled=False,
     ),

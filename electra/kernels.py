@@ -56,6 +56,14 @@ LAYER_BACKWARD: Config = {
     "PARTS": 1, "PROGRAMS": 132, "STAGES": 1, "num_warps": 8, "num_stages": 1
 }  # fmt: skip
 
+# Its weights' gradients, summed on chip, fill the registers: one program on a multiprocessor waits
+# for itself. What they are made of, written out, leaves room for several.
+LAYER_BACKWARD_STREAMED: Config = {
+    "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1},
+    "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
+    "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
+}
+
 
 def available() -> bool:
     return triton is not None
@@ -561,6 +569,46 @@ def layer_backward(
     return dx, column_sums(partial, narrow=narrow), narrow
 
 
+def layer_backward_streamed(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+    config: Config = LAYER_BACKWARD_STREAMED,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`layer_backward` for many sequences: three kernels, one behind the other in memory.
+
+    The first two leave the factors of all weights' gradients: as `left`, (N, 5 D + F), those of
+    qkv, s, pre and s', as `right`, (N, D + F), h and act. The third multiplies them.
+    """
+    (B, T, D), N = x.shape, x.shape[0] * x.shape[1]
+    _check(dy, x, *kept, *weights)
+    o, s1, s2, lse = kept
+    wqkv, bqkv, wo, _, w1, b1, w2, _, g1, c1, g2, _ = weights
+    shape = _layer_shape(x, mask, weights, {})
+    whole, tile = {k: shape.pop(k) for k in ("PACKED", "TILE")}, {**shape, **config["WEIGHTS"]}
+    F, size = shape["F"], sum(w.numel() for w in weights)
+    dx, left, right = torch.empty_like(x), x.new_empty(N, 5 * D + F), x.new_empty(N, D + F)
+    feed = {**shape, **config["FEED"]}
+    norms = x.new_empty(triton.cdiv(N, feed["ROWS"]), 4 * D, dtype=torch.float32)
+    _feed_backward[(len(norms),)](
+        dy, s1, s2, w1, b1, w2, g1, c1, g2, left, right, norms, N, eps, **feed
+    )
+    _attend_backward[(B,)](
+        x, mask, o, lse, wqkv, bqkv, wo, left, dx, T, 1 / math.sqrt(D),
+        **shape, **whole, **config["ATTEND"],
+    )  # fmt: skip
+    strips, steps = _strips(N, tile["ROWS"], tile.pop("STRIPS"))
+    partial = x.new_empty(strips, size - 4 * D, dtype=torch.float32)
+    _weights_backward[(4 + 2 * F // D, strips)](x, o, left, right, partial, N, STEPS=steps, **tile)
+    sums, narrow = x.new_empty(size, dtype=torch.float32), x.new_empty(size)
+    for parts, at in ((partial, slice(None, -4 * D)), (norms, slice(-4 * D, None))):
+        column_sums(parts, sums[at], narrow[at])
+    return dx, sums, narrow
+
+
 def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: Config) -> Config:
     _, T, D = x.shape
     F = len(weights[4])
@@ -769,6 +817,130 @@ def _projected_backward(
     return tl.dot(dy, _square(w, which * D, 0, D, D), dx, input_precision=PRECISION)
 
 
+@jit
+def _feed_backward(
+    dy, s1, s2, w1, b1, w2, g1, c1, g2, left, right, norms, N, eps, D: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS tokens, back to ds; sums for both layer norms."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    ok = token[:, None] < N
+    at = token[:, None] * D + column[None, :]
+    left += token[:, None] * (5 * D + F) + column[None, :]
+    right += token[:, None] * (D + F) + column[None, :]
+    norms += tl.program_id(0) * (4 * D)
+    s = tl.load(s2 + at, ok, 0.0)
+    dh = tl.load(dy + at, ok, 0.0).to(tl.float32)
+    dh = _normal_backward(dh, s, g2, eps, norms + 2 * D, 0, D, 1)
+    da = dh.to(s.dtype)
+    tl.store(left + 4 * D + F, da, ok)
+    h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
+    tl.store(right, h, ok)
+    for c in range(0, F, D):
+        up = _square(w1, c, 0, D, D)
+        bias = tl.load(b1 + c + column).to(tl.float32)
+        pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
+        act, rise = _gelu_of(pre)
+        tl.store(right + D + c, act.to(s.dtype), ok)
+        dpre = tl.dot(da, _square(w2, 0, c, F, D), input_precision=PRECISION) * rise
+        dpre = dpre.to(s.dtype)
+        tl.store(left + 4 * D + c, dpre, ok)
+        dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
+    s = tl.load(s1 + at, ok, 0.0)
+    dh = _normal_backward(dh, s, g1, eps, norms, 0, D, 1)
+    tl.store(left + 3 * D, dh.to(s.dtype), ok)
+
+
+@jit
+def _attend_backward(
+    x, mask, o, lse, wqkv, bqkv, wo, left, dx, T, slope, D: tl.constexpr, F: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence, from ds to dx."""
+    b = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, TILE)
+    column = tl.arange(0, D)
+    ok = token[:, None] < T
+    at = b * T * D + token[:, None] * D + column[None, :]
+    left += b * T * (5 * D + F) + token[:, None] * (5 * D + F) + column[None, :]
+    da = tl.load(left + 3 * D, ok, 0.0)
+    do = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
+    level = tl.sum(tl.load(o + at, ok, 0.0).to(tl.float32) * do, 1)
+    do = do.to(da.dtype)
+    h = tl.load(x + at, ok, 0.0)
+    q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
+    k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
+    keys = _keys_seen(mask, b, token, T, PACKED)
+    seen = _seen(keys, mask, b, token, token, T, PACKED, 1)
+    top = tl.load(lse + b * T + token, token < T, float("inf"))
+    p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION).to(h.dtype)
+    dv = tl.dot(p, do, input_precision=PRECISION).to(h.dtype)
+    tl.store(left + 2 * D, dv, ok)
+    v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+    dp = (p.to(tl.float32) * (dp - level[None, :]) * slope).to(h.dtype)  # of the scores
+    dk = tl.dot(dp, q, input_precision=PRECISION).to(h.dtype)
+    tl.store(left + D, dk, ok)
+    dq = tl.dot(tl.trans(dp), k, input_precision=PRECISION).to(h.dtype)
+    tl.store(left, dq, ok)
+    out = tl.load(left + 3 * D, ok, 0.0).to(tl.float32)
+    out = tl.dot(dv, _square(wqkv, 2 * D, 0, D, D), out, input_precision=PRECISION)
+    out = tl.dot(dk, _square(wqkv, D, 0, D, D), out, input_precision=PRECISION)
+    out = tl.dot(dq, _square(wqkv, 0, 0, D, D), out, input_precision=PRECISION)
+    tl.store(dx + at, out.to(h.dtype), ok)
+
+
+@jit
+def _weights_backward(
+    x, o, left, right, partial, N, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: what a strip of tokens gives to D x D of one weight, and to their biases.
+
+    Three parts of qkv, one of out, F / D of up and as many of down, which share their left factor.
+    """
+    part = tl.program_id(0)
+    down: tl.constexpr = 4 + F // D  # the first part of it
+    to_wo: tl.constexpr = 3 * D * (D + 1)
+    to_w1: tl.constexpr = to_wo + D * (D + 1)
+    to_w2: tl.constexpr = to_w1 + F * (D + 1)
+    weight = part * D * D
+    bias = 3 * D * D + part * D
+    row = D  # of the right factor
+    width = D  # of the weight
+    if part == 3:
+        x = o
+        weight = to_wo
+        bias = to_wo + D * D
+    if part > 3:
+        x = right
+        row = D + F
+        weight = to_w1 + (part - 4) * (D * D)
+        bias = to_w1 + F * D + (part - 4) * D
+    if part >= down:
+        x = right + (part - down + 1) * D
+        weight = to_w2 + (part - down) * D
+        bias = to_w2 + F * D
+        width = F
+    left += tl.minimum(part, down) * D
+    column = tl.arange(0, D)
+    total = tl.zeros((D, D), tl.float32)
+    along = tl.zeros((ROWS, D), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        token = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+        ok = token[:, None] < N
+        token = token.to(tl.int64)[:, None]
+        a = tl.load(left + token * (5 * D + F) + column[None, :], ok, 0.0)
+        b = tl.load(x + token * row + column[None, :], ok, 0.0)
+        along += a.to(tl.float32)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+    partial += tl.program_id(1).to(tl.int64) * (to_w2 + D * (F + 1))
+    tl.store(partial + weight + column[:, None] * width + column[None, :], total)
+    if part <= down:
+        tl.store(partial + bias + column, tl.sum(along, 0))
+
+
 # Cross-entropy and sampling over the vocabulary
 
 
@@ -910,7 +1082,7 @@ def column_sums(partial: Tensor, out: Tensor | None = None, narrow: Tensor | Non
     """
     P, C = partial.shape
     out = partial.new_empty(C) if out is None else out
-    rows, columns = (256, 16) if narrow is None else (128, 64)  # many columns fill the GPU anyway
+    rows, columns = (256, 16) if C < 4096 else (128, 64)  # many columns fill the GPU anyway
     _column_sums[(triton.cdiv(C, columns),)](
         partial, out, narrow, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, rows)), ROWS=rows,
         COLUMNS=columns, num_warps=8,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -423,11 +424,12 @@ def test_a_layer_that_stays_on_chip_is_the_block(
     eps = block.config.layer_norm_eps
     y, *kept = kernels.layer(x, mask, weights, eps)
     config = kernels.LAYER_BACKWARD | changes
-    dx, sums, half = kernels.layer_backward(dy, x, mask, weights, kept, eps, config)
-    parts = sums.split([w.numel() for w in weights])
-    for got, right in zip((y, dx, *parts), (exact.detach(), *expected), strict=True):
-        assert (got.flatten() - right.flatten()).abs().max() <= 1e-5 * right.abs().max()
-    assert torch.equal(half, sums)
+    for backward in (partial(kernels.layer_backward, config=config), kernels.layer_backward_streamed):
+        dx, sums, half = backward(dy, x, mask, weights, kept, eps)
+        parts = sums.split([w.numel() for w in weights])
+        for got, right in zip((y, dx, *parts), (exact.detach(), *expected), strict=True):
+            assert (got.flatten() - right.flatten()).abs().max() <= 1e-5 * right.abs().max()
+        assert torch.equal(half, sums)
 
 
 @pytest.mark.parametrize("lengths", [[6], [[4, 3]]])
