@@ -59,7 +59,7 @@ LAYER_BACKWARD: Config = {
 # Its weights' gradients, summed on chip, fill the registers: one program on a multiprocessor waits
 # for itself. What they are made of, written out, leaves room for several.
 LAYER_BACKWARD_STREAMED: Config = {
-    "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1},
+    "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
 }
@@ -106,8 +106,7 @@ def attention_backward(
     dqkv = torch.empty_like(qkv)
     partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
-    if qkv.dtype == torch.float32:  # no room for two heads
-        shape["HEADS"] = shape["STAGES"] = 1
+    del shape["ROWS"]
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
     grid = (B * H // shape["HEADS"],)
     _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
@@ -199,47 +198,50 @@ def _attention(
 @jit
 def _attention_backward(
     qkv, mask, do, dqkv, partial, T, slope,
-    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: HEADS heads of one sequence, ROWS queries at a time."""
+    """One program: HEADS heads of one sequence.
+
+    Every value is stored as soon as it is known, and the probabilities wait as bfloat16: the
+    registers hold one matrix of 128 x 128 float32 and little else.
+    """
     b = (tl.program_id(0) // (H // HEADS)).to(tl.int64)
     first = tl.program_id(0) % (H // HEADS) * HEADS
     column = tl.arange(0, K)
-    key = tl.arange(0, TILE)
-    keys = _keys_seen(mask, b, key, T, PACKED)
+    token = tl.arange(0, TILE)
+    keys = _keys_seen(mask, b, token, T, PACKED)
+    seen = _seen(keys, mask, b, token, token, T, PACKED)
     for i in tl.range(0, HEADS, num_stages=STAGES):
         h = first + i
         x = qkv + b * T * (3 * H * K) + h * K
-        dx = dqkv + b * T * (3 * H * K) + h * K
-        k = _load_head(x + H * K, key, T, column, 3 * H * K)
-        v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
-        dk = tl.zeros((TILE, K), tl.float32)
-        dv = tl.zeros((TILE, K), tl.float32)
-        dq_sum = tl.zeros((K,), tl.float32)
-        for start in range(0, TILE, ROWS):
-            query = start + tl.arange(0, ROWS)
-            q = _load_head(x, query, T, column, 3 * H * K)
-            da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
-            seen = _seen(keys, mask, b, query, key, T, PACKED)
-            p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-            p = p * (1.0 / total)[:, None]
-            dv = tl.dot(tl.trans(p.to(q.dtype)), da, dv, input_precision=PRECISION)
-            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
-            ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * slope
-            ds = ds.to(q.dtype)
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
-            dq = tl.dot(ds, k, input_precision=PRECISION)
-            dq_sum += tl.sum(dq, 0)
-            at = dx + query[:, None] * (3 * H * K) + column[None, :]
-            tl.store(at, dq.to(dqkv.dtype.element_ty), mask=query[:, None] < T)
-        at = dx + key[:, None] * (3 * H * K) + column[None, :]
-        tl.store(at + H * K, dk.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
-        tl.store(at + 2 * H * K, dv.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
+        at = dqkv + b * T * (3 * H * K) + h * K
+        at += token[:, None] * (3 * H * K) + column[None, :]
         sums = partial + b * (3 * H * K) + h * K + column
-        tl.store(sums, dq_sum)
-        tl.store(sums + H * K, tl.sum(dk, 0))
-        tl.store(sums + 2 * H * K, tl.sum(dv, 0))
+        q = _load_head(x, token, T, column, 3 * H * K)
+        k = _load_head(x + H * K, token, T, column, 3 * H * K)
+        v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
+        da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
+        p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+        p = (p * (1.0 / total)[:, None]).to(q.dtype)
+        dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
+        tl.store(at + 2 * H * K, dv.to(q.dtype), token[:, None] < T)
+        # Shares of anything add up to 1: all values together get all of da. And what all keys have
+        # in common changes no share: it has no gradient.
+        given = tl.sum(da.to(tl.float32), 0)
+        if mask is not None:
+            given *= tl.max(keys.to(tl.float32), 0)
+        tl.store(sums + 2 * H * K, given)
+        tl.store(sums + H * K, tl.zeros((K,), tl.float32))
+        a = tl.dot(p, v, input_precision=PRECISION)
+        level = tl.sum(a * da.to(tl.float32), 1) * slope
+        dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp * slope - level[:, None]).to(q.dtype)
+        dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+        tl.store(at + H * K, dk.to(q.dtype), token[:, None] < T)
+        dq = tl.dot(ds, k, input_precision=PRECISION)
+        tl.store(at, dq.to(q.dtype), token[:, None] < T)
+        tl.store(sums, tl.sum(dq, 0))
 
 
 # Residual and layer norm
@@ -428,10 +430,10 @@ def gelu(pre: Tensor, config: Config = GELU) -> Tensor:
 
 
 @jit
-def _gelu(pre, act, size, ELEMENTS: tl.constexpr, FAST: tl.constexpr = False):
+def _gelu(pre, act, size, ELEMENTS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     x = tl.load(pre + at, at < size, 0.0).to(tl.float32)
-    y, _ = _gelu_of(x, FAST)
+    y, _ = _gelu_of(x)
     tl.store(act + at, y.to(act.dtype.element_ty), at < size)
 
 
@@ -464,7 +466,7 @@ def gelu_backward(
 @jit
 def _gelu_backward(
     pre, g, dpre, act, partial, N, F: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, FAST: tl.constexpr = False,
+    COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < F
@@ -474,7 +476,7 @@ def _gelu_backward(
         ok = (row < N)[:, None] & in_columns[None, :]
         at = row.to(tl.int64)[:, None] * F + column[None, :]
         x = tl.load(pre + at, ok, 0.0).to(tl.float32)
-        y, slope = _gelu_of(x, FAST)
+        y, slope = _gelu_of(x)
         out = tl.load(g + at, ok, 0.0).to(tl.float32) * slope
         dbias += out
         tl.store(dpre + at, out.to(dpre.dtype.element_ty), ok)
@@ -484,7 +486,7 @@ def _gelu_backward(
 
 
 @jit
-def _gelu_of(x, FAST: tl.constexpr = False):
+def _gelu_of(x):
     """gelu(x) = x Φ(x) and its slope Φ(x) + x Φ'(x), both to 4e-7 (float32's own F.gelu: 1e-6).
 
     With t = 1 / (1 + p |x|), Φ(−|x|) e^{x²/2} is t times a polynomial of degree 6, minimax in its
@@ -492,7 +494,8 @@ def _gelu_of(x, FAST: tl.constexpr = False):
     be the limit, and the slope shares its exponential.
     """
     z = tl.abs(x)
-    t = _inverse(1.0 + 0.25514825 * z, FAST)
+    t = 1.0 + 0.25514825 * z
+    t = tl.rsqrt(t * t)  # two instructions; a division takes eight
     series = -0.0846659 * t + 0.29202834
     series = series * t - 0.19669393
     series = series * t + 0.23272286
@@ -503,17 +506,6 @@ def _gelu_of(x, FAST: tl.constexpr = False):
     slope = (series - 0.3989422804 * z) * power
     return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
 
-
-@jit
-def _inverse(x, FAST: tl.constexpr):
-    """1 / x; FAST by one instruction, without the care for subnormals that takes more."""
-    if FAST:
-        y = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1
-        )
-    else:
-        y = 1.0 / x
-    return y
 
 
 # A whole layer of one head, whose states stay on chip
@@ -591,13 +583,14 @@ def layer_backward_streamed(
     whole, tile = {k: shape.pop(k) for k in ("PACKED", "TILE")}, {**shape, **config["WEIGHTS"]}
     F, size = shape["F"], sum(w.numel() for w in weights)
     dx, left, right = torch.empty_like(x), x.new_empty(N, 5 * D + F), x.new_empty(N, D + F)
+    do, level = torch.empty_like(x), torch.empty_like(lse)
     feed = {**shape, **config["FEED"]}
     norms = x.new_empty(triton.cdiv(N, feed["ROWS"]), 4 * D, dtype=torch.float32)
     _feed_backward[(len(norms),)](
-        dy, s1, s2, w1, b1, w2, g1, c1, g2, left, right, norms, N, eps, **feed
+        dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps, **feed
     )
     _attend_backward[(B,)](
-        x, mask, o, lse, wqkv, bqkv, wo, left, dx, T, 1 / math.sqrt(D),
+        x, mask, do, level, lse, wqkv, bqkv, left, dx, T, 1 / math.sqrt(D),
         **shape, **whole, **config["ATTEND"],
     )  # fmt: skip
     strips, steps = _strips(N, tile["ROWS"], tile.pop("STRIPS"))
@@ -623,9 +616,9 @@ def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: 
 
 @jit
 def _probabilities(q, k, seen, lse, scale, PRECISION: tl.constexpr):
-    """Of every key (rows) for every query (columns), from log2 Σ exp of the forward pass."""
-    score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    return tl.where(seen, tl.exp2(score * scale - lse[None, :]), 0.0)
+    """Of every key for every query (rows), from log2 Σ exp of the forward pass."""
+    score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
+    return tl.exp2(score * scale - lse[:, None])
 
 
 @jit
@@ -695,7 +688,7 @@ def _add_square(
 def _layer(
     x, mask, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, y, o, s1, s2, lse, T, eps, scale,
     D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, FAST: tl.constexpr = False,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -718,7 +711,7 @@ def _layer(
     h = _norm(s, g1, c1, eps, D).to(h.dtype)
     f = h.to(tl.float32) + tl.load(b2 + column).to(tl.float32)[None, :]
     for c in tl.range(0, F, D, num_stages=STAGES):
-        act, _ = _gelu_of(_linear(h, w1, b1, c, D, PRECISION), FAST)
+        act, _ = _gelu_of(_linear(h, w1, b1, c, D, PRECISION))
         w = _square(w2, 0, c, F, D)
         f = tl.dot(act.to(h.dtype), tl.trans(w), f, input_precision=PRECISION)
     s = f.to(h.dtype)
@@ -731,7 +724,7 @@ def _layer_backward(
     dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, w1, b1, w2, g1, c1, g2, ds1, dx, partial,
     B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr,
     STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr, FAST: tl.constexpr = False,
+    PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr,
 ):  # fmt: skip
     """One program: STEPS sequences, of which the last may not be there.
 
@@ -762,7 +755,7 @@ def _layer_backward(
                 down = _square(w2, 0, c, F, D)
                 bias = tl.load(b1 + c + column).to(tl.float32)
                 pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
-                act, rise = _gelu_of(pre, FAST)
+                act, rise = _gelu_of(pre)
                 dpre = tl.dot(da, down, input_precision=PRECISION) * rise
                 _add_to(partial + to_w1 + F * D + c + column, tl.sum(dpre, 0), step, STEPS)
                 dpre = dpre.to(s.dtype)
@@ -791,7 +784,8 @@ def _layer_backward(
             keys = _keys_seen(mask, b, token, T, PACKED)
             seen = _seen(keys, mask, b, token, token, T, PACKED, 1)
             top = tl.load(lse + b * T + token, token < T, float("inf"))
-            p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION)
+            p = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (slope * 1.4426950408889634)
+            p = tl.where(seen, tl.exp2(p - top[None, :]), 0.0)
             dv = tl.dot(p.to(h.dtype), do, input_precision=PRECISION)
             out = da.to(tl.float32)
             out = _projected_backward(out, dv, h, wqkv, partial, 2, step, D, STEPS, PRECISION)
@@ -819,8 +813,8 @@ def _projected_backward(
 
 @jit
 def _feed_backward(
-    dy, s1, s2, w1, b1, w2, g1, c1, g2, left, right, norms, N, eps, D: tl.constexpr,
-    F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps,
+    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS tokens, back to ds; sums for both layer norms."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -849,12 +843,17 @@ def _feed_backward(
         dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
     s = tl.load(s1 + at, ok, 0.0)
     dh = _normal_backward(dh, s, g1, eps, norms, 0, D, 1)
-    tl.store(left + 3 * D, dh.to(s.dtype), ok)
+    da = dh.to(s.dtype)
+    tl.store(left + 3 * D, da, ok)
+    da = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
+    tl.store(do + at, da.to(s.dtype), ok)
+    a = tl.load(o + at, ok, 0.0).to(tl.float32)
+    tl.store(level + token, tl.sum(a * da, 1), token < N)
 
 
 @jit
 def _attend_backward(
-    x, mask, o, lse, wqkv, bqkv, wo, left, dx, T, slope, D: tl.constexpr, F: tl.constexpr,
+    x, mask, do, levels, lse, wqkv, bqkv, left, dx, T, slope, D: tl.constexpr, F: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence, from ds to dx."""
@@ -864,30 +863,28 @@ def _attend_backward(
     ok = token[:, None] < T
     at = b * T * D + token[:, None] * D + column[None, :]
     left += b * T * (5 * D + F) + token[:, None] * (5 * D + F) + column[None, :]
-    da = tl.load(left + 3 * D, ok, 0.0)
-    do = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
-    level = tl.sum(tl.load(o + at, ok, 0.0).to(tl.float32) * do, 1)
-    do = do.to(da.dtype)
     h = tl.load(x + at, ok, 0.0)
     q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
     k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
-    keys = _keys_seen(mask, b, token, T, PACKED)
-    seen = _seen(keys, mask, b, token, token, T, PACKED, 1)
+    v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
+    da = tl.load(do + at, ok, 0.0)
+    seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
     top = tl.load(lse + b * T + token, token < T, float("inf"))
     p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION).to(h.dtype)
-    dv = tl.dot(p, do, input_precision=PRECISION).to(h.dtype)
-    tl.store(left + 2 * D, dv, ok)
-    v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    dp = (p.to(tl.float32) * (dp - level[None, :]) * slope).to(h.dtype)  # of the scores
-    dk = tl.dot(dp, q, input_precision=PRECISION).to(h.dtype)
-    tl.store(left + D, dk, ok)
-    dq = tl.dot(tl.trans(dp), k, input_precision=PRECISION).to(h.dtype)
-    tl.store(left, dq, ok)
+    dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
+    tl.store(left + 2 * D, dv.to(h.dtype), ok)
+    dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+    level = tl.load(levels + b * T + token, token < T, 0.0)
+    ds = p * ((dp - level[:, None]) * slope).to(h.dtype)
+    dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+    tl.store(left + D, dk.to(h.dtype), ok)
+    dq = tl.dot(ds, k, input_precision=PRECISION)
+    tl.store(left, dq.to(h.dtype), ok)
+    tl.debug_barrier()  # what is stored before it is loaded behind it
     out = tl.load(left + 3 * D, ok, 0.0).to(tl.float32)
-    out = tl.dot(dv, _square(wqkv, 2 * D, 0, D, D), out, input_precision=PRECISION)
-    out = tl.dot(dk, _square(wqkv, D, 0, D, D), out, input_precision=PRECISION)
-    out = tl.dot(dq, _square(wqkv, 0, 0, D, D), out, input_precision=PRECISION)
+    for i in tl.static_range(3):
+        dy = tl.load(left + i * D, ok, 0.0)
+        out = tl.dot(dy, _square(wqkv, i * D, 0, D, D), out, input_precision=PRECISION)
     tl.store(dx + at, out.to(h.dtype), ok)
 
 

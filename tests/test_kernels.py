@@ -251,7 +251,7 @@ def test_rows_and_heads_at_a_time_change_nothing(
     do = torch.randn(1, 60, 64).to(DEVICE, NARROW)
     o, dqkv, dbias = attention_in_float64(qkv, None, do)
     close(kernels.attention(qkv, None, kernels.ATTENTION | {"ROWS": rows}), o, NARROW)
-    config = kernels.ATTENTION_BACKWARD | {"ROWS": rows, "HEADS": heads}
+    config = kernels.ATTENTION_BACKWARD | {"HEADS": heads}
     got, sums = kernels.attention_backward(qkv, None, do, config)
     close(got, dqkv, NARROW)
     close(sums, dbias, NARROW)
