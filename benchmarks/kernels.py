@@ -330,18 +330,10 @@ LN_BACKS = [
     LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
     LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
 ]
-FAST = {"FAST": os.environ.get("TRITON_INTERPRET") != "1"}  # which knows no single instructions
-LAYER, LAYER_BACK = kernels.LAYER, kernels.LAYER_BACKWARD
 STREAMED = kernels.LAYER_BACKWARD_STREAMED
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
-PRODUCTS = [
-    {},
-    kernels.PRODUCT_ADD_NORM,
-    kernels.PRODUCT_ADD_NORM | {"num_stages": 4},
-    kernels.PRODUCT_ADD_NORM | {"ROWS": 64, "num_warps": 4},
-    kernels.PRODUCT_ADD_NORM | {"ROWS": 64, "num_warps": 8},
-]
+PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
 LOGITS = [(2560, 30522, 30528), (20480, 30522, 30528)]
 ENTRIES = {
     "add_norm": Entry(
@@ -355,15 +347,7 @@ ENTRIES = {
         partial(add_norm_backward, two=True), ROWS, (9, 48), LN_BACKS[:3]
     ),
     "gelu": Entry(
-        gelu,
-        ROWS,
-        (9, 48),
-        [
-            kernels.GELU,
-            kernels.GELU | FAST,
-            kernels.GELU | FAST | {"ELEMENTS": 2048},
-            *({"ELEMENTS": e, "num_warps": 4} for e in (1024, 2048)),
-        ],
+        gelu, ROWS, (9, 48), [kernels.GELU, *(kernels.GELU | {"ELEMENTS": e} for e in (1024, 4096))]
     ),
     "gelu_backward": Entry(
         gelu_backward,
@@ -371,12 +355,9 @@ ENTRIES = {
         (9, 48),
         [
             GELU_BACK,
-            GELU_BACK | FAST,
-            GELU_BACK | {"STAGES": 1},
-            GELU_BACK | {"STAGES": 3},
+            GELU_BACK | {"STAGES": 2},
+            GELU_BACK | {"STAGES": 4},
             GELU_BACK | {"PROGRAMS": 1056},
-            GELU_BACK | {"ROWS": 8, "COLUMNS": 256},
-            GELU_BACK | {"ROWS": 32, "num_warps": 8},
         ],
     ),
     "gelu_backward, act kept": Entry(
@@ -385,15 +366,8 @@ ENTRIES = {
         (9, 48),
         [
             GELU_BACK,
-            *(
-                GELU_BACK | FAST | change
-                for change in (
-                    {},
-                    {"STAGES": 3},
-                    {"PROGRAMS": 1056},
-                    {"ROWS": 32, "num_warps": 8},
-                )
-            ),
+            GELU_BACK | {"STAGES": 4},
+            GELU_BACK | {"ROWS": 32, "num_warps": 8},
         ],
         compiled=False,
     ),
@@ -413,7 +387,8 @@ ENTRIES = {
         (2, 20, 2, 16),
         [
             kernels.ATTENTION_BACKWARD,
-            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1},
+            kernels.ATTENTION_BACKWARD | {"maxnreg": None},
+            kernels.ATTENTION_BACKWARD | {"maxnreg": None, "HEADS": 4, "STAGES": 2},
         ],
         compiled=False,
     ),
@@ -423,31 +398,12 @@ ENTRIES = {
     "product and add_norm, down": Entry(
         partial(product_add_norm, times=4), ROWS[:2], (9, 48), PRODUCTS, compiled=False
     ),
-    "layer": Entry(
-        layer,
-        LAYERS,
-        (2, 20, 16),
-        [
-            {},
-            *(
-                LAYER | change
-                for change in (
-                    {},
-                    FAST,
-                    FAST | {"maxnreg": None},
-                    FAST | {"maxnreg": None, "STAGES": 2},
-                    FAST | {"maxnreg": None, "num_warps": 4},
-                    FAST | {"num_warps": 16},
-                )
-            ),
-        ],
-        compiled=False,
-    ),
+    "layer": Entry(layer, LAYERS, (2, 20, 16), [{}, kernels.LAYER], compiled=False),
     "layer backward": Entry(
         layer_backward,
         LAYERS,
         (2, 20, 16),
-        [{}, LAYER_BACK, LAYER_BACK | FAST, LAYER_BACK | FAST | {"PARTS": 2}],
+        [{}, kernels.LAYER_BACKWARD, STREAMED],
         compiled=False,
     ),
     "layer backward, streamed": Entry(
@@ -455,19 +411,13 @@ ENTRIES = {
         LAYERS,
         (2, 20, 16),
         [
-            STREAMED,
-            *(
-                STREAMED | {kernel: STREAMED[kernel] | change}
-                for kernel, change in (
-                    ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": 128}),
-                    ("FEED", {"ROWS": 128}),
-                    ("FEED", {"maxnreg": 128}),
-                    ("ATTEND", {"maxnreg": None}),
-                    ("ATTEND", {"maxnreg": None, "num_warps": 4}),
-                    ("WEIGHTS", {"ROWS": 128, "STAGES": 3}),
-                    ("WEIGHTS", {"STRIPS": 66}),
-                )
-            ),
+            STREAMED | {kernel: STREAMED[kernel] | change}
+            for kernel, change in (
+                ("FEED", {"maxnreg": None}),
+                ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": None}),
+                ("ATTEND", {"maxnreg": None}),
+                ("WEIGHTS", {"STRIPS": 66}),
+            )
         ],
         compiled=False,
     ),

@@ -41,27 +41,15 @@ from electra.recipes import recipe
 
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
-ALL_FAST = {name: {"FAST": True} for name in ("GELU", "GELU_BACKWARD", "LAYER", "LAYER_BACKWARD")}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
-    "whole layer": {"settings": KERNELS, "fused": {"WHOLE_LAYER": True}},
-    "layer in two parts": {
+    "streamed": {"settings": KERNELS, "fused": {"ON_CHIP": 0}},
+    "on chip": {"settings": KERNELS, "fused": {"ON_CHIP": 10**9}},
+    "kept": {"settings": KERNELS, "fused": {"KEPT": 2**40}},
+    "computed again": {"settings": KERNELS, "fused": {"KEPT": 0}},
+    "four heads": {  # one program after the other, the next head under way
         "settings": KERNELS,
-        "fused": {"WHOLE_LAYER": True},
-        "configs": {"LAYER_BACKWARD": {"PARTS": 2}},
-    },
-    "layer, two programs": {  # on a multiprocessor: for large batches
-        "settings": KERNELS,
-        "fused": {"WHOLE_LAYER": True},
-        "configs": {"LAYER_BACKWARD": {"PARTS": 2, "PROGRAMS": 264, "maxnreg": 128}},
-    },
-    "kept act": {"settings": KERNELS, "fused": {"KEPT_ACT": True}},
-    "product norm": {"settings": KERNELS, "fused": {"PRODUCT_NORM": True}},
-    "fast gelu": {"settings": KERNELS, "configs": ALL_FAST},
-    "all kernels": {
-        "settings": KERNELS,
-        "fused": {"WHOLE_LAYER": True, "KEPT_ACT": True},
-        "configs": ALL_FAST,
+        "configs": {"ATTENTION_BACKWARD": {"HEADS": 4, "STAGES": 2, "maxnreg": None}},
     },
     "plain": {},
     "gemm": {"inductor": GEMM},

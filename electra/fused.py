@@ -7,9 +7,10 @@ kernel of `kernels`:
     qkv = x Wᵀ + b │ o = attention(qkv) │ a = o Wᵀ + b │ s = x + a, h = LN(s)
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
 
-The backward pass keeps qkv, o, s, h, pre and s' of it; the attention probabilities and act are
-computed again. To the compiler both are one opaque call each, so that 24 blocks take no longer to
-compile than one. `Block` itself is the definition: tests hold this file against it.
+The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities, h and act are
+computed again, the latter two only where they are large. To the compiler both are one opaque call
+each, so that 24 blocks take no longer to compile than one. `Block` itself is the definition: tests
+hold this file against it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from .config import EncoderConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 
-# Not yet the product's: benchmarks/step_variants.py times a step with each.
-WHOLE_LAYER = False  # layers of one head of 64, such as the small generator's, stay on chip
-KEPT_ACT = False  # act stays in memory, 2 F bytes a token and layer, instead of computed again
-PRODUCT_NORM = False  # residual and layer norm in the same kernel as the product before them
+# Bytes of act up to which a layer keeps it, and h, for the backward pass: a step of `small` with
+# batch 128 gains 0.8 % by act for 0.4 GiB. With batch 1,024 both would be 3.7 GiB, so they are
+# computed again.
+KEPT = 2**26
+# Sequences: up to two for every multiprocessor, the gradients of a whole layer's weights are summed
+# on chip; of more, what they are made of is written out.
+ON_CHIP = 264
 
 
 def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
@@ -52,8 +56,10 @@ def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
 def block(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act if it is kept, s' and
-    statistics (4, B T)."""
+    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act, s' and statistics (4, B T).
+
+    h and act are empty if they are not kept.
+    """
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
@@ -64,7 +70,7 @@ def block(
     pre = torch.addmm(b1, h, w1.t())
     act = kernels.gelu(pre)
     y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
-    act = act if KEPT_ACT else act.new_empty(0)
+    h, act = (h, act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
     return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
 
 
@@ -72,7 +78,7 @@ def _add_norm(
     h: Tensor, x: Tensor, w: Tensor, b: Tensor, g: Tensor, c: Tensor, eps: float, statistics: Tensor
 ) -> tuple[Tensor, Tensor]:
     """LN(s) and s = h + x wᵀ + b."""
-    if PRODUCT_NORM and h.shape[1] <= 256:
+    if h.shape[1] <= 256 and h.dtype != torch.float32:  # whole rows fit the tile of a product
         return kernels.product_add_norm(x, w, b, h, g, c, eps, statistics=statistics)[:2]
     return kernels.add_norm(h, torch.addmm(b, x, w.t()), g, c, eps, statistics=statistics)[:2]
 
@@ -84,8 +90,9 @@ def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: fl
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
     statistics = x.new_empty(4, B * T, dtype=torch.float32)
-    act = torch.empty_like(inner) if KEPT_ACT else x.new_empty(0)
-    return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, act, one[3], statistics
+    act = torch.empty_like(inner)
+    h, act = (one[2], act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
+    return x.new_empty(B, T, D), wide, one[0], one[1], h, inner, act, one[3], statistics
 
 
 @torch.library.custom_op("electra::block_backward", mutates_args=())
@@ -99,7 +106,7 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
     in the working type; `_backward` takes them apart."""
-    wqkv, _, wo, _, w1, _, w2, _, g1, _, g2, _ = weights
+    wqkv, _, wo, _, w1, _, w2, _, g1, c1, g2, _ = weights
     qkv, o, s1, h, pre, act, s2, statistics = kept
     mean1, rstd1, mean2, rstd2 = statistics
     B, T, D = x.shape
@@ -107,11 +114,16 @@ def block_backward(
     sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
     norm2, norm1, projected, inner = sums.split((3 * D, 3 * D, 3 * D, len(w1)))
     ds2, *_ = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, sums=norm2)
-    act = act if KEPT_ACT else None
-    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner, act=act)
+    again = act.numel() == 0
+    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner, act=None if again else act)
     dw2 = ds2.t() @ act
+    del act  # the largest there are: gone before attention's gradients come
+    h = torch.empty_like(s1) if again else h
+    ds1, *_ = kernels.add_norm_backward(
+        dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1, again=(c1, h) if again else None
+    )
     dw1 = dpre.t() @ h
-    ds1, *_ = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1)
+    del dpre
     dwo = ds1.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
     do = (ds1 @ wo).view(B, T, D)
@@ -159,12 +171,12 @@ def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
 block.register_autograd(_backward, setup_context=_keep)
 
 
-# The same for layers that fit on one multiprocessor: one kernel forward, one or two backward.
+# The same for layers that fit on one multiprocessor: one kernel forward, two or three backward.
 
 
 def stays_on_chip(x: Tensor, config: EncoderConfig) -> bool:
     one_head = config.attention_heads == 1 and config.hidden_size == 64
-    return WHOLE_LAYER and one_head and config.ffn_size % 64 == 0 and x.dtype != torch.float32
+    return one_head and config.ffn_size % 64 == 0 and x.dtype != torch.float32
 
 
 @torch.library.custom_op("electra::layer", mutates_args=())
@@ -191,7 +203,9 @@ def layer_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of all weights in one, in float32 and in the working type."""
-    return kernels.layer_backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
+    few = len(x) <= ON_CHIP
+    backward = kernels.layer_backward if few else kernels.layer_backward_streamed
+    return backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
 
 
 @layer_backward.register_fake

@@ -35,25 +35,24 @@ PROGRAMS = 128  # that keep a GPU busy: it has 132 multiprocessors
 LOG2_E = 1.4426950408889634
 
 ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
-# The probabilities and their gradient, 128 x 128 float32 each, fill the registers of an SM, so that
-# no second program hides the loads of the first: the next head's are under way instead.
-ATTENTION_BACKWARD: Config = {"ROWS": 128, "HEADS": 4, "STAGES": 2, "num_warps": 8, "num_stages": 1}
+# 128 registers a thread let two programs share an SM: one computes while the other waits.
+ATTENTION_BACKWARD: Config = {
+    "HEADS": 1, "STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128
+}  # fmt: skip
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
 CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
 }  # fmt: skip
 ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
 ADD_NORM_BACKWARD: Config = {"ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "num_warps": 4}
-PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
-GELU: Config = {"ELEMENTS": 4096, "num_warps": 4}
+PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
+GELU: Config = {"ELEMENTS": 2048, "num_warps": 4}
 GELU_BACKWARD: Config = {
-    "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 2, "num_warps": 4
+    "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 3, "num_warps": 4
 }  # fmt: skip
-
-
 LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
 LAYER_BACKWARD: Config = {
-    "PARTS": 1, "PROGRAMS": 132, "STAGES": 1, "num_warps": 8, "num_stages": 1
+    "PARTS": 2, "PROGRAMS": 132, "STAGES": 1, "num_warps": 8, "num_stages": 1
 }  # fmt: skip
 
 # Its weights' gradients, summed on chip, fill the registers: one program on a multiprocessor waits
@@ -86,6 +85,8 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     B, T, _, H, K = qkv.shape
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
+    wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
+    shape["ROWS"] = min(shape["TILE"], 32 if wide else config["ROWS"])
     grid = (B * H, triton.cdiv(T, shape["ROWS"]))
     _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
     return o
@@ -106,7 +107,6 @@ def attention_backward(
     dqkv = torch.empty_like(qkv)
     partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
-    del shape["ROWS"]
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
     grid = (B * H // shape["HEADS"],)
     _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
@@ -119,10 +119,8 @@ def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config
     assert qkv.is_contiguous()
     assert T <= MOST_TOKENS, T
     tile = max(16, triton.next_power_of_2(T))
-    wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
-    rows = min(tile, config["ROWS"], 32 if wide else tile)
-    precision = "ieee" if wide else "tf32"  # products of bfloat16 are exact anyway
-    shape = {"H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision}
+    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"  # bfloat16's are exact anyway
+    shape = {"H": H, "K": K, "TILE": tile, "PRECISION": precision}
     return {**config, **shape, "PACKED": _packed(mask)}
 
 
@@ -306,9 +304,14 @@ def add_norm_backward(
     gamma: Tensor,
     config: Config = ADD_NORM_BACKWARD,
     sums: Tensor | None = None,
+    again: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ds of y = LN(s) for the gradient dy + dy2, and dgamma, dbeta and Σ_n ds, (D,) float32."""
+    """ds of y = LN(s) for the gradient dy + dy2, and dgamma, dbeta and Σ_n ds, (D,) float32.
+
+    With `again`, (beta, y), y is computed once more.
+    """
     _check(dy, s, mean, rstd, gamma, *(() if dy2 is None else (dy2,)))
+    beta, y = again or (None, None)
     N, D = s.shape
     ds = torch.empty_like(s)
     kernel, rows = _rows_of(config, D)
@@ -318,8 +321,7 @@ def add_norm_backward(
     programs, steps = _strips(N, rows["ROWS"], most)
     partial = torch.empty(programs, 3 * D, dtype=torch.float32, device=s.device)
     _add_norm_backward[(programs,)](
-        dy, dy2, s, mean, rstd, gamma, ds, partial, N, D,
-        TWO=dy2 is not None, STEPS=steps, **rows, **kernel,
+        dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D, STEPS=steps, **rows, **kernel
     )  # fmt: skip
     dgamma, dbeta, dbias = column_sums(partial, sums).view(3, D)
     return ds, dgamma, dbeta, dbias
@@ -327,8 +329,8 @@ def add_norm_backward(
 
 @jit
 def _add_norm_backward(
-    dy, dy2, s, mean, rstd, gamma, ds, partial, N, D: tl.constexpr, TWO: tl.constexpr, ROWS:
-    tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     in_columns = column < D
@@ -343,11 +345,15 @@ def _add_norm_backward(
         ok = in_rows[:, None] & in_columns[None, :]
         at = row.to(tl.int64)[:, None] * D + column[None, :]
         gradient = tl.load(dy + at, ok, 0.0).to(tl.float32)
-        if TWO:
+        if dy2 is not None:
             gradient += tl.load(dy2 + at, ok, 0.0).to(tl.float32)
         mu = tl.load(mean + row, in_rows, 0.0)
         scale = tl.load(rstd + row, in_rows, 0.0)
         normal = (tl.load(s + at, ok, 0.0).to(tl.float32) - mu[:, None]) * scale[:, None]
+        if y is not None:
+            c = tl.load(beta + column, in_columns, 0.0).to(tl.float32)
+            again = normal * g[None, :] + c[None, :]
+            tl.store(y + at, again.to(y.dtype.element_ty), ok)
         dgamma += gradient * normal
         dbeta += gradient
         gradient *= g[None, :]
@@ -444,13 +450,13 @@ def gelu_backward(
     sums: Tensor | None = None,
     act: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dpre, act = gelu(pre), (N, F), for the gradient g of act; Σ_n dpre, (F,).
+    """dpre in the place of g, the gradient of act; act = gelu(pre), (N, F); Σ_n dpre, (F,).
 
     act is computed once more, unless it is given.
     """
     _check(pre, g)
     N, F = pre.shape
-    dpre, again = torch.empty_like(pre), act is None
+    again = act is None
     act = torch.empty_like(pre) if act is None else act
     kernel = dict(config)
     kernel["COLUMNS"] = min(kernel["COLUMNS"], triton.next_power_of_2(F))
@@ -458,14 +464,14 @@ def gelu_backward(
     strips, steps = _strips(N, kernel["ROWS"], triton.cdiv(kernel.pop("PROGRAMS"), columns))
     partial = torch.empty(strips, F, dtype=torch.float32, device=pre.device)
     _gelu_backward[(columns, strips)](
-        pre, g, dpre, act, partial, N, F, AGAIN=again, STEPS=steps, **kernel
+        pre, g, act, partial, N, F, AGAIN=again, STEPS=steps, **kernel
     )
-    return dpre, act, column_sums(partial, sums)
+    return g, act, column_sums(partial, sums)
 
 
 @jit
 def _gelu_backward(
-    pre, g, dpre, act, partial, N, F: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
+    pre, g, act, partial, N, F: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -479,7 +485,7 @@ def _gelu_backward(
         y, slope = _gelu_of(x)
         out = tl.load(g + at, ok, 0.0).to(tl.float32) * slope
         dbias += out
-        tl.store(dpre + at, out.to(dpre.dtype.element_ty), ok)
+        tl.store(g + at, out.to(g.dtype.element_ty), ok)
         if AGAIN:
             tl.store(act + at, y.to(act.dtype.element_ty), ok)
     tl.store(partial + tl.program_id(1) * F + column, tl.sum(dbias, 0), in_columns)
@@ -505,7 +511,6 @@ def _gelu_of(x):
     power = tl.exp2(-0.72134752 * x * x)
     slope = (series - 0.3989422804 * z) * power
     return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
-
 
 
 # A whole layer of one head, whose states stay on chip

@@ -27,7 +27,6 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # The interpreter multiplies the bits of bfloat16 as integers; float16 rounds at the same places.
 NARROW = torch.bfloat16 if CUDA else torch.float16
-needs_gpu = pytest.mark.skipif(not CUDA, reason="the interpreter knows no single instructions")
 WIDTHS = [(1, 16), (7, 48), (100, 64), (130, 80), (3, 512)]
 
 
@@ -63,7 +62,11 @@ def test_layer_norm_of_a_sum_and_its_gradients_are_those_of_the_definition(
     close(rstd, (s.double().var(1, correction=0) + 0.1).rsqrt())
     few = kernels.ADD_NORM_BACKWARD | {"PROGRAMS": 2}  # which take several steps
     for second, config in ((None, kernels.ADD_NORM_BACKWARD), (dy2, few)):
-        ds, *sums = kernels.add_norm_backward(dy, second, s, mean, rstd, gamma, config)
+        again = torch.empty_like(y)
+        ds, *sums = kernels.add_norm_backward(
+            dy, second, s, mean, rstd, gamma, config, again=(beta, again)
+        )
+        close(again, exact.detach(), dtype)
         gradient = dy.double() if second is None else dy.double() + second.double()
         expected = torch.autograd.grad(exact, leaves, gradient, retain_graph=True)
         close(ds, expected[0], dtype)
@@ -93,11 +96,10 @@ def test_layer_norm_keeps_small_differences_of_large_values() -> None:
     assert (y - F.layer_norm(s.double(), (64,), eps=1e-6)).abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_gpu)])
-def test_gelu_is_exact_over_all_of_its_range(fast: bool) -> None:
+def test_gelu_is_exact_over_all_of_its_range() -> None:
     x = torch.linspace(-9, 9, 20001, device=DEVICE)
     exact = x.double() * torch.special.ndtr(x.double())
-    error = (kernels.gelu(x, kernels.GELU | {"FAST": fast}) - exact).abs()
+    error = (kernels.gelu(x) - exact).abs()
     assert error.max() < 6e-7
     assert (error / exact.abs())[(x > -6) & (x != 0)].max() < 4e-6  # also where it is tiny
     assert kernels.gelu(torch.zeros(5, device=DEVICE)).tolist() == [0] * 5
@@ -121,7 +123,7 @@ def test_gelu_and_its_gradient_are_those_of_the_definition(
     expected = gelu_and_gradient(pre, g)
     close(kernels.gelu(pre), expected[1], dtype)
     for given in (None, expected[1].to(dtype)):
-        dpre, act, sums = kernels.gelu_backward(pre, g, act=given)
+        dpre, act, sums = kernels.gelu_backward(pre, g.clone(), act=given)
         close(dpre, expected[0], dtype)
         close(act, expected[1], dtype)
         assert (sums.double() - expected[2]).abs().max() <= 1e-5 * N**0.5
@@ -129,7 +131,7 @@ def test_gelu_and_its_gradient_are_those_of_the_definition(
 
 def test_sums_do_not_depend_on_how_many_programs_share_the_rows() -> None:
     pre, g = draw(100, 48), draw(100, 48)
-    many = kernels.gelu_backward(pre, g)
+    many = kernels.gelu_backward(pre, g.clone())
     few = kernels.gelu_backward(pre, g, kernels.GELU_BACKWARD | {"PROGRAMS": 1})
     assert torch.equal(many[0], few[0])
     close(many[2], few[2].double())
@@ -176,6 +178,8 @@ def attention_in_float64(
 def test_attention_and_its_gradient_are_those_of_the_definition(
     T: int, H: int, K: int, lengths: Sequence[int] | None, dtype: torch.dtype
 ) -> None:
+    if CUDA and dtype == torch.float32 and T > 33:
+        pytest.skip("what the compiler takes long over and no product uses")
     torch.manual_seed(T)
     B = len(lengths) if lengths else 2
     qkv = torch.randn(B, T, 3, H, K).to(DEVICE, dtype)
@@ -366,20 +370,18 @@ def bias_of(mask: Tensor | None) -> Tensor | None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "switches"),
+    ("lengths", "kept"),
     [
-        (None, []),
-        ([9, 20, 1], []),
-        ([9, 20, 1], ["KEPT_ACT"]),
-        (None, ["PRODUCT_NORM"]),
-        ([[5, 11, 4], [20, 0, 0], [1, 1, 7]], []),
+        (None, 2**26),
+        ([9, 20, 1], 2**26),
+        ([9, 20, 1], 0),  # h and act are computed again
+        ([[5, 11, 4], [20, 0, 0], [1, 1, 7]], 0),
     ],
 )
 def test_a_block_of_kernels_is_the_block(
-    lengths: Sequence[Any] | None, switches: Sequence[str], monkeypatch: pytest.MonkeyPatch
+    lengths: Sequence[Any] | None, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for switch in switches:
-        monkeypatch.setattr(fused, switch, True)
+    monkeypatch.setattr(fused, "KEPT", kept)
     torch.manual_seed(0)
     block = block_of(48, 80, 3, 20)
     h = draw(3, 20, 48).requires_grad_()
@@ -423,8 +425,8 @@ def test_a_layer_that_stays_on_chip_is_the_block(
     expected = torch.autograd.grad(exact, leaves, dy.double())
     eps = block.config.layer_norm_eps
     y, *kept = kernels.layer(x, mask, weights, eps)
-    config = kernels.LAYER_BACKWARD | changes
-    for backward in (partial(kernels.layer_backward, config=config), kernels.layer_backward_streamed):
+    on_chip = partial(kernels.layer_backward, config=kernels.LAYER_BACKWARD | changes)
+    for backward in (on_chip, kernels.layer_backward_streamed):
         dx, sums, half = backward(dy, x, mask, weights, kept, eps)
         parts = sums.split([w.numel() for w in weights])
         for got, right in zip((y, dx, *parts), (exact.detach(), *expected), strict=True):
@@ -432,11 +434,12 @@ def test_a_layer_that_stays_on_chip_is_the_block(
         assert torch.equal(half, sums)
 
 
-@pytest.mark.parametrize("lengths", [[6], [[4, 3]]])
+@pytest.mark.parametrize(("lengths", "on_chip"), [([6], 0), ([[4, 3]], 264)])
 def test_a_layer_of_one_head_of_64_stays_on_chip(
-    lengths: Sequence[Any], monkeypatch: pytest.MonkeyPatch
+    lengths: Sequence[Any], on_chip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through autograd, in the working type, against the block of separate kernels."""
+    monkeypatch.setattr(fused, "ON_CHIP", on_chip)
     torch.manual_seed(0)
     block = block_of(64, 64, 1, 9).to(NARROW)
     for norm in (block.attention_norm, block.ffn_norm):
@@ -447,14 +450,15 @@ def test_a_layer_of_one_head_of_64_stays_on_chip(
     dy = draw(1, 9, 64, dtype=NARROW)
     leaves = [x, *block.tensors()]
     block.fused = True
+    assert fused.stays_on_chip(x, block.config)
+    assert not fused.stays_on_chip(x.float(), block.config)
     results: list[tuple[Tensor, ...]] = []
-    for on_chip in (False, True):
-        monkeypatch.setattr(fused, "WHOLE_LAYER", on_chip)
-        assert fused.stays_on_chip(x, block.config) == on_chip
-        assert not fused.stays_on_chip(x.float(), block.config)
-        y = block(x, mask[:, None, None], None)
+    for y in (
+        block(x, mask[:, None, None], None),
+        fused.block(x, mask, block.tensors(), 1, block.config.layer_norm_eps)[0],
+    ):
         results.append((y, *torch.autograd.grad(y, leaves, dy)))
-    for got, right in zip(*reversed(results), strict=True):
+    for got, right in zip(*results, strict=True):
         assert got.dtype == right.dtype
         assert got.shape == right.shape
         assert (got - right).abs().max() <= (0.1 if CUDA else 0.02) * right.abs().max()
