@@ -178,8 +178,6 @@ def attention_in_float64(
 def test_attention_and_its_gradient_are_those_of_the_definition(
     T: int, H: int, K: int, lengths: Sequence[int] | None, dtype: torch.dtype
 ) -> None:
-    if CUDA and dtype == torch.float32 and T > 33:
-        pytest.skip("what the compiler takes long over and no product uses")
     torch.manual_seed(T)
     B = len(lengths) if lengths else 2
     qkv = torch.randn(B, T, 3, H, K).to(DEVICE, dtype)
@@ -191,6 +189,8 @@ def test_attention_and_its_gradient_are_those_of_the_definition(
 
 
 def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor) -> None:
+    if CUDA and qkv.dtype == torch.float32 and qkv.shape[1] > 33:
+        pytest.skip("half a minute for the compiler, and training takes bfloat16")
     o, dqkv, dbias = attention_in_float64(qkv, mask, do)
     close(kernels.attention(qkv, mask), o, qkv.dtype)
     got, sums = kernels.attention_backward(qkv, mask, do)
