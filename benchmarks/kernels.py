@@ -95,8 +95,12 @@ def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False) -> Case:
         )
         return ds.to(s.dtype), dgamma, dbeta, ds.sum(0)
 
+    def ours(*inputs: Tensor | None, config: Config) -> tuple[Tensor, ...]:
+        ds, sums = kernels.add_norm_backward(*inputs, config)
+        return ds, *kernels.column_sums([sums])[0].view(3, D)
+
     inputs = (dy, dy2, s, mean, rstd, gamma)
-    return Case(inputs, kernels.add_norm_backward, plain, (4 if two else 3) * s.nbytes)
+    return Case(inputs, ours, plain, (4 if two else 3) * s.nbytes)
 
 
 def product_add_norm(N: int, D: int, like: Like, *, times: int) -> Case:
@@ -139,17 +143,24 @@ def gelu_backward(N: int, D: int, like: Like, *, kept: bool = False) -> Case:
     act = F.gelu(2 * pre) if kept else None
 
     def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return kernels.gelu_backward(*inputs, config, act=act)
+        *out, sums = kernels.gelu_backward(*inputs, config, act=act)
+        return *out, kernels.column_sums([sums])[0]
 
     return Case((2 * pre, g), ours, plain_gelu_backward, (3 if kept else 4) * pre.nbytes)
 
 
 def column_sums(P: int, C: int, like: Like) -> Case:
-    def ours(x: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return (kernels.column_sums(x, **config),)
+    """Those of a block, (P, C) each but for the last, which is wider."""
 
-    x = torch.randn(P, C, device=like["device"])
-    return Case((x,), ours, lambda x: (x.sum(0),), x.nbytes)
+    def ours(*x: Tensor, config: Config) -> tuple[Tensor, ...]:
+        del config
+        return (kernels.column_sums(list(x))[0],)
+
+    def plain(*x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat([p.sum(0) for p in x]),)
+
+    x = [torch.randn(P, n * C, device=like["device"]) for n in (3, 3, 3, 4)]
+    return Case(tuple(x), ours, plain, sum(p.nbytes for p in x))
 
 
 # Attention: B, T, H, K; every fourth sequence is padded
@@ -170,6 +181,11 @@ def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((qkv, mask), ours, plain, 4 * B * T * H * K * qkv.itemsize)
 
 
+def backward(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
+    dqkv, sums = kernels.attention_backward(qkv, mask, do, config)
+    return dqkv, kernels.column_sums([sums])[0]
+
+
 def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     forward = attention(B, T, H, K, like)
 
@@ -180,7 +196,7 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
         return o, dqkv, dqkv.sum((0, 1), dtype=torch.float32).flatten()
 
     def ours(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return kernels.attention(qkv, mask), *kernels.attention_backward(qkv, mask, do, config)
+        return kernels.attention(qkv, mask), *backward(qkv, mask, do, config)
 
     do = torch.randn(B, T, H * K, **like)
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
@@ -192,8 +208,7 @@ def attention_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
         return whole.plain(*inputs)[1:]
 
-    moved = 7 * whole.inputs[2].numel() * whole.inputs[2].itemsize
-    return Case(whole.inputs, kernels.attention_backward, plain, moved)
+    return Case(whole.inputs, backward, plain, 7 * whole.inputs[2].nbytes)
 
 
 # A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
@@ -371,7 +386,7 @@ ENTRIES = {
         ],
         compiled=False,
     ),
-    "column_sums": Entry(column_sums, [(512, 768), (1024, 1024), (128, 1024)], (9, 48), [{}]),
+    "column_sums": Entry(column_sums, [(128, 256), (512, 256)], (9, 48), [{}]),
     "attention": Entry(
         attention,
         HEADS,

@@ -111,27 +111,24 @@ def block_backward(
     mean1, rstd1, mean2, rstd2 = statistics
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
-    sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
-    norm2, norm1, projected, inner = sums.split((3 * D, 3 * D, 3 * D, len(w1)))
-    ds2, *_ = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, sums=norm2)
+    ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
     again = act.numel() == 0
-    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner, act=None if again else act)
+    dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
     dw2 = ds2.t() @ act
     del act  # the largest there are: gone before attention's gradients come
     h = torch.empty_like(s1) if again else h
-    ds1, *_ = kernels.add_norm_backward(
-        dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1, again=(c1, h) if again else None
+    ds1, norm1 = kernels.add_norm_backward(
+        dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None
     )
     dw1 = dpre.t() @ h
     del dpre
     dwo = ds1.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
-    do = (ds1 @ wo).view(B, T, D)
-    dqkv, _ = kernels.attention_backward(packed, mask, do, sums=projected)
+    dqkv, projected = kernels.attention_backward(packed, mask, (ds1 @ wo).view(B, T, D))
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
     dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
-    return dx, dwqkv, dwo, dw1, dw2, sums, sums.to(dy.dtype, copy=True)
+    return dx, dwqkv, dwo, dw1, dw2, *kernels.column_sums([norm2, norm1, projected, inner], x.dtype)
 
 
 @block_backward.register_fake

@@ -97,9 +97,8 @@ def attention_backward(
     mask: Tensor | None,
     do: Tensor,
     config: Config = ATTENTION_BACKWARD,
-    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `attention`: dqkv like qkv, and its column sums (3 H K,) float32.
+    """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (B, 3 H K).
 
     The probabilities are computed again from qkv: nothing else of the forward pass is kept.
     """
@@ -110,7 +109,7 @@ def attention_backward(
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
     grid = (B * H // shape["HEADS"],)
     _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
-    return dqkv, column_sums(partial, sums)
+    return dqkv, partial
 
 
 def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config:
@@ -303,10 +302,9 @@ def add_norm_backward(
     rstd: Tensor,
     gamma: Tensor,
     config: Config = ADD_NORM_BACKWARD,
-    sums: Tensor | None = None,
     again: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ds of y = LN(s) for the gradient dy + dy2, and dgamma, dbeta and Σ_n ds, (D,) float32.
+) -> tuple[Tensor, Tensor]:
+    """ds of y = LN(s) for the gradient dy + dy2; partial sums, (P, 3 D), of dgamma, dbeta and ds.
 
     With `again`, (beta, y), y is computed once more.
     """
@@ -323,8 +321,7 @@ def add_norm_backward(
     _add_norm_backward[(programs,)](
         dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D, STEPS=steps, **rows, **kernel
     )  # fmt: skip
-    dgamma, dbeta, dbias = column_sums(partial, sums).view(3, D)
-    return ds, dgamma, dbeta, dbias
+    return ds, partial
 
 
 @jit
@@ -447,10 +444,9 @@ def gelu_backward(
     pre: Tensor,
     g: Tensor,
     config: Config = GELU_BACKWARD,
-    sums: Tensor | None = None,
     act: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dpre in the place of g, the gradient of act; act = gelu(pre), (N, F); Σ_n dpre, (F,).
+    """dpre in the place of g, the gradient of act; act = gelu(pre); partial sums, (P, F), of dpre.
 
     act is computed once more, unless it is given.
     """
@@ -466,7 +462,7 @@ def gelu_backward(
     _gelu_backward[(columns, strips)](
         pre, g, act, partial, N, F, AGAIN=again, STEPS=steps, **kernel
     )
-    return g, act, column_sums(partial, sums)
+    return g, act, partial
 
 
 @jit
@@ -562,8 +558,7 @@ def layer_backward(
             dy, x, mask, *kept, *read, ds1, dx, partial, B, T, eps, 1 / math.sqrt(D), SIZE=size,
             FEED=feed, ATTEND=attend, **shape,
         )  # fmt: skip
-    narrow = torch.empty(size, dtype=x.dtype, device=x.device)
-    return dx, column_sums(partial, narrow=narrow), narrow
+    return dx, *column_sums([partial], x.dtype)
 
 
 def layer_backward_streamed(
@@ -601,10 +596,7 @@ def layer_backward_streamed(
     strips, steps = _strips(N, tile["ROWS"], tile.pop("STRIPS"))
     partial = x.new_empty(strips, size - 4 * D, dtype=torch.float32)
     _weights_backward[(4 + 2 * F // D, strips)](x, o, left, right, partial, N, STEPS=steps, **tile)
-    sums, narrow = x.new_empty(size, dtype=torch.float32), x.new_empty(size)
-    for parts, at in ((partial, slice(None, -4 * D)), (norms, slice(-4 * D, None))):
-        column_sums(parts, sums[at], narrow[at])
-    return dx, sums, narrow
+    return dx, *column_sums([partial, norms], x.dtype)
 
 
 def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: Config) -> Config:
@@ -994,7 +986,7 @@ def cross_entropy_backward(
     _cross_entropy_backward[grid](
         logits, targets, lse, dnll.contiguous(), out, partial, N, vocab_size, W, **shape
     )
-    return out, column_sums(partial)[:vocab_size]
+    return out, column_sums([partial])[0][:vocab_size]
 
 
 @jit
@@ -1077,35 +1069,61 @@ def _cross_entropy_backward(
 # What they share
 
 
-def column_sums(partial: Tensor, out: Tensor | None = None, narrow: Tensor | None = None) -> Tensor:
-    """Σ over the rows of a few partial sums, (P, C) float32 -> (C,), which may be given.
-
-    With `narrow`, (C,) of another type, the sums are written there too.
-    """
-    P, C = partial.shape
-    out = partial.new_empty(C) if out is None else out
-    rows, columns = (256, 16) if C < 4096 else (128, 64)  # many columns fill the GPU anyway
-    _column_sums[(triton.cdiv(C, columns),)](
-        partial, out, narrow, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, rows)), ROWS=rows,
-        COLUMNS=columns, num_warps=8,
+def column_sums(partial: list[Tensor], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Σ over the rows of up to four (P, C), one behind the other: in float32, and in dtype."""
+    rows, widths = zip(*(p.shape for p in partial), strict=True)
+    total, device = sum(widths), partial[0].device
+    out, narrow = (torch.empty(total, dtype=d, device=device) for d in (torch.float32, dtype))
+    tile = (256, 16) if total < 8192 else (128, 64)  # many columns fill the GPU anyway
+    tiles = [triton.cdiv(width, tile[1]) for width in widths]
+    none = 4 - len(partial)
+    starts = [sum(tiles[:n]) for n in range(1, len(tiles))] + [sum(tiles)] * none
+    _column_sums[(sum(tiles),)](
+        *partial, *partial[:1] * none, *rows, *[0] * none, *widths, *[0] * none, *starts,
+        out, narrow, triton.next_power_of_2(triton.cdiv(max(rows), tile[0])), *tile, num_warps=8,
     )  # fmt: skip
-    return out
+    return out, narrow
 
 
 @jit
 def _column_sums(
-    partial, out, narrow, P, C, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    a, b, c, d, a_rows, b_rows, c_rows, d_rows, a_width, b_width, c_width, d_width,
+    b_start, c_start, d_start, out, narrow, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: COLUMNS columns of one of the four."""
+    program = tl.program_id(0)
+    rows = a_rows
+    width = a_width
+    start = 0
+    first = 0
+    if program >= b_start:
+        a = b
+        rows = b_rows
+        width = b_width
+        start = b_start
+        first = a_width
+    if program >= c_start:
+        a = c
+        rows = c_rows
+        width = c_width
+        start = c_start
+        first = a_width + b_width
+    if program >= d_start:
+        a = d
+        rows = d_rows
+        width = d_width
+        start = d_start
+        first = a_width + b_width + c_width
+    column = (program - start) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(STEPS):
         row = step * ROWS + tl.arange(0, ROWS)
-        ok = (row < P)[:, None] & (column < C)[None, :]
-        total += tl.load(partial + row[:, None] * C + column[None, :], ok, 0.0)
+        ok = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(a + row[:, None] * width + column[None, :], ok, 0.0)
     result = tl.sum(total, 0)
-    tl.store(out + column, result, column < C)
-    if narrow is not None:
-        tl.store(narrow + column, result.to(narrow.dtype.element_ty), column < C)
+    tl.store(out + first + column, result, column < width)
+    tl.store(narrow + first + column, result.to(narrow.dtype.element_ty), column < width)
 
 
 def _check(*tensors: Tensor) -> None:
