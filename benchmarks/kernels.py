@@ -669,11 +669,14 @@ def compile_for_h200(name: str) -> None:
         for i, parameter in enumerate(kernel.params):
             value = given[parameter.name]
             short = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1"}
-            if parameter.is_constexpr or value is None:
+            aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 types[parameter.name], constants[(i,)] = "constexpr", value
-            elif isinstance(value, Tensor):
-                types[parameter.name] = "*" + short.get(value.dtype, "i64")
+                continue
+            if aligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
+            if isinstance(value, Tensor):
+                types[parameter.name] = "*" + short.get(value.dtype, "i64")
             elif isinstance(value, int | float):
                 types[parameter.name] = "i32" if isinstance(value, int) else "fp32"
             else:
