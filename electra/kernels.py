@@ -594,9 +594,12 @@ def layer_backward_streamed(
         **shape, **whole, **config["ATTEND"],
     )  # fmt: skip
     strips, steps = _strips(N, tile["ROWS"], tile.pop("STRIPS"))
-    partial = x.new_empty(strips, size - 4 * D, dtype=torch.float32)
-    _weights_backward[(4 + 2 * F // D, strips)](x, o, left, right, partial, N, STEPS=steps, **tile)
-    return dx, *column_sums([partial, norms], x.dtype)
+    partial = x.new_empty(strips, size, dtype=torch.float32)
+    _weights_backward[(4 + 2 * F // D, strips)](
+        x, o, left, right, norms, partial, N, len(norms), STEPS=steps,
+        SHARE=triton.next_power_of_2(triton.cdiv(len(norms), strips)), **tile,
+    )  # fmt: skip
+    return dx, *column_sums([partial], x.dtype)
 
 
 def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: Config) -> Config:
@@ -887,12 +890,14 @@ def _attend_backward(
 
 @jit
 def _weights_backward(
-    x, o, left, right, partial, N, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    x, o, left, right, norms, partial, N, P, D: tl.constexpr, F: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SHARE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: what a strip of tokens gives to D x D of one weight, and to their biases.
 
     Three parts of qkv, one of out, F / D of up and as many of down, which share their left factor.
+    The first four also take a share of the sums for one vector of the layer norms.
     """
     part = tl.program_id(0)
     down: tl.constexpr = 4 + F // D  # the first part of it
@@ -929,10 +934,14 @@ def _weights_backward(
         b = tl.load(x + token * row + column[None, :], ok, 0.0)
         along += a.to(tl.float32)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
-    partial += tl.program_id(1).to(tl.int64) * (to_w2 + D * (F + 1))
+    partial += tl.program_id(1).to(tl.int64) * (to_w2 + D * (F + 5))
     tl.store(partial + weight + column[:, None] * width + column[None, :], total)
     if part <= down:
         tl.store(partial + bias + column, tl.sum(along, 0))
+    if part < 4:
+        share = tl.program_id(1) * SHARE + tl.arange(0, SHARE)[:, None]
+        norm = tl.load(norms + share * (4 * D) + part * D + column[None, :], share < P, 0.0)
+        tl.store(partial + to_w2 + D * (F + 1) + part * D + column, tl.sum(norm, 0))
 
 
 # Cross-entropy and sampling over the vocabulary
@@ -1074,7 +1083,8 @@ def column_sums(partial: list[Tensor], dtype: torch.dtype = torch.float32) -> tu
     rows, widths = zip(*(p.shape for p in partial), strict=True)
     total, device = sum(widths), partial[0].device
     out, narrow = (torch.empty(total, dtype=d, device=device) for d in (torch.float32, dtype))
-    tile = (256, 16) if total < 8192 else (128, 64)  # many columns fill the GPU anyway
+    tall = min(256, triton.next_power_of_2(max(rows)))
+    tile = (tall, 4096 // tall)
     tiles = [triton.cdiv(width, tile[1]) for width in widths]
     none = 4 - len(partial)
     starts = [sum(tiles[:n]) for n in range(1, len(tiles))] + [sum(tiles)] * none
