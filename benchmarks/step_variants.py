@@ -36,7 +36,7 @@ from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.flops import matmul_flops_per_token
 from electra.objectives import SpecialIds, build_objective
-from electra.pretrain import Trainer
+from electra.pretrain import Trainer, _memory_errors
 from electra.recipes import recipe
 
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
@@ -160,16 +160,33 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
+    look = a.profile and (name in ("plain", "kernels") or "fused" in variant)
+    row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
+    return {"variant": name, "batch": batch, **row}
+
+
+def timed(
+    config: PretrainConfig,
+    corpus: Corpus,
+    runtime: runtimes.Runtime,
+    out: Path,
+    rounds: int,
+    seconds: float,
+    *,
+    profile: bool = False,
+) -> dict[str, Any]:
+    """Compile the step beside others, then time it alone on the device."""
     begin = time.perf_counter()
     batches = Batches(corpus.train, config, runtime)
     special = SpecialIds(**corpus.special_ids)
     objective = build_objective(config, corpus.vocab_size, special, padded=batches.padded)
     trainer = Trainer(objective.to(runtime.device), batches, config, runtime)
-    trainer.record()
     done = 0
 
-    def steps(count: int) -> None:
+    def steps(count: int) -> float:
+        """Seconds that `count` steps take."""
         nonlocal done
+        start = time.perf_counter()
         for _ in range(count):
             if trainer.needs_block:
                 trainer.load_block(done, [1e-4] * trainer.block_steps)
@@ -177,31 +194,33 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             done += 1
         if runtime.device.type == "cuda":
             torch.cuda.synchronize()
+        return time.perf_counter() - start
 
-    steps(1)
+    with _memory_errors(trainer):
+        trainer.record()
+        steps(1)
     row: dict[str, Any] = {
-        "variant": name,
-        "batch": batch,
         "padded": batches.padded,
+        "own_kernels": trainer.has_kernels,
         "ready_seconds": time.perf_counter() - begin,
         "config": to_dict(config),
         "environment": runtime.describe(),
     }
-    with alone(a.out):
+    if runtime.device.type == "cuda":
+        row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    with alone(out):
         peak = runtimes.matmul_rate(runtime.device, runtime.dtype)
         row["share"] = matmul_flops_per_token(config, corpus.vocab_size) / peak
+        at_once = min(10, max(1, int(seconds / 4 / steps(1))))  # between two looks at the clock
         rates: list[float] = []
-        for _ in range(a.rounds):
-            steps(3)
+        for _ in range(rounds):
+            steps(min(3, at_once))
             start, before = time.perf_counter(), done
-            while time.perf_counter() - start < a.seconds:
-                steps(10)
-            seconds = time.perf_counter() - start
-            rates.append((done - before) * config.tokens_per_step / seconds)
+            while time.perf_counter() - start < seconds:
+                steps(at_once)
+            rates.append((done - before) * config.tokens_per_step / (time.perf_counter() - start))
         row["tokens_per_second"] = rates
-        if runtime.device.type == "cuda":
-            row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        if a.profile and (name == "plain" or "fused" in variant or name == "kernels"):
+        if profile:
             row |= kernels(lambda: steps(10), 10)
     return row
 

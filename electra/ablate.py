@@ -54,6 +54,7 @@ def efficiency(electra: PretrainConfig) -> Grid:
         "Replace MLM": change(electra, objective={"kind": "replace_mlm", "disc_weight": 1.0}),
         "ELECTRA 15%": change(electra, objective={"disc_positions": "masked"}),
         "ELECTRA 15%, other tokens": change(electra, objective={"disc_positions": "other"}),
+        "ELECTRA 15%, random tokens": change(electra, objective={"disc_positions": "random"}),
         "BERT": bert,
         "BERT, 100% [MASK]": change(
             bert, objective={"mask_token_percent": 100.0, "random_token_percent": 0.0}

@@ -168,7 +168,8 @@ class PlanCommand:
     """Measured speed of one device to plan with, instead of those a model of the hardware
     predicts."""
     gpu: str | None = None
-    """Device of --tokens-per-second, for its price, and of --gpus (there H200 by default)."""
+    """Device of --tokens-per-second, for its price, of the memory shown and of --gpus (for these
+    two H200 by default)."""
     gpus: tuple[int, ...] = ()
     """Numbers of GPUs to predict the speed on several for, such as 8 64 512."""
     prices: dict[str, float] = field(default_factory=dict)
@@ -185,8 +186,9 @@ class PlanCommand:
         model = Model(
             config=self.settings, plan=plan, vocab_size=self.vocab_size, padded=self.padded
         )
-        s = self.settings
-        g = s.generator_encoder
+        s, name = self.settings, self.gpu or "H200"
+        g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
+        batch = plan.state_bytes + (s.data.micro_batch or s.data.batch_size) * each
         rows = {
             "recipe": s.name,
             "encoder": f"{s.encoder.layers} x {s.encoder.hidden_size}, {s.encoder.attention_heads} "
@@ -201,21 +203,21 @@ class PlanCommand:
             "FLOPs in all": f"{plan.total_flops:.3g}",
             "FLOPs by the paper's rules": f"{plan.paper_flops:.3g}",
             "memory for weights and optimizer": f"{plan.state_bytes / 2**30:.2f} GiB",
-            "memory per sequence": f"{plan.activation_bytes_per_sequence / 2**20:.1f} MiB",
-            "memory for a whole batch": f"{_batch_memory(plan, s) / 2**30:.2f} GiB",
+            "memory per sequence": f"{each / 2**20:.1f} MiB on {name}",
+            "memory for a whole batch": f"{batch / 2**30:.2f} GiB",
         }
         if rate is not None:
             hours = hours_at(model, rate)
             rows["time"] = f"{hours:,.1f} h at {rate:,.0f} tokens/s, as given"
             if self.gpu is not None:
-                price = self.prices.get(self.gpu, device_named(self.gpu).price)
-                rows["cost"] = f"${hours * price:,.0f} at ${price:.2f} an hour ({self.gpu})"
-        for name, value in rows.items():
-            print(f"{name:34} {value}")
+                price = self.prices.get(name, device_named(name).price)
+                rows["cost"] = f"${hours * price:,.0f} at ${price:.2f} an hour ({name})"
+        for label, value in rows.items():
+            print(f"{label:34} {value}")
         if rate is None:
             print("", *cost_table(model, self.prices), sep="\n")
         if self.gpus:
-            print("", *scaling_table(model, self.gpu or "H200", self.gpus, rate), sep="\n")
+            print("", *scaling_table(model, name, self.gpus, rate), sep="\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1002,11 +1004,6 @@ def _prepare(inputs: Sequence[str | Path], tokenizer: Any, out: Path, **settings
 
 def _print_export(report: Any) -> None:
     print(*report.directories, *(f"checked: {check}" for check in report.checks), sep="\n")
-
-
-def _batch_memory(plan: Any, settings: PretrainConfig) -> float:
-    rows = settings.data.micro_batch or settings.data.batch_size
-    return plan.state_bytes + rows * plan.activation_bytes_per_sequence
 
 
 def _print_settings(values: dict[str, Any], prefix: str = "") -> None:

@@ -166,9 +166,10 @@ class ObjectiveConfig(Settings):
     """rtd: replaced token detection. mlm: masked language modelling (BERT). replace_mlm: MLM on the
     generator's samples instead of [MASK]. all_tokens_mlm: the same for every token, with a copy
     gate. electric: an energy for every token, against a two-tower generator."""
-    disc_positions: Literal["all", "masked", "other"] = "all"
-    """Tokens the discriminator's loss is over: all; the masked ones (ELECTRA 15 %); as many others
-    (its control)."""
+    disc_positions: Literal["all", "masked", "other", "random"] = "all"
+    """Tokens the discriminator's loss is over: all; the masked ones (ELECTRA 15 %); as many that
+    are not masked, of which none is replaced (its control, read word by word); as many, drawn
+    without regard to the masks (the same control as it can be meant)."""
     algorithm: Literal["joint", "two_stage", "adversarial"] = "joint"
     """joint: both losses at once. two_stage: the generator for half of the steps, then, with the
     generator frozen, the discriminator. adversarial: the generator is rewarded for the

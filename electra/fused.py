@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .config import EncoderConfig
+from .config import PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 
@@ -34,17 +34,18 @@ KEPT = 2**26
 ON_CHIP = 264
 
 
-def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
-    """What of such a block these kernels do not do; None if they fit."""
-    if length > LONGEST:
+def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
+    """What of a recipe these kernels do not do, on whatever device; None if they fit."""
+    if config.data.sequence_length > LONGEST:
         return f"sequences longer than {LONGEST} tokens"
-    if config.head_size not in (16, 32, 64):
-        return f"attention heads of {config.head_size}"
-    if config.hidden_size % 16 or config.hidden_size > 1024:
-        return f"hidden states of {config.hidden_size}"
+    for e in (config.encoder, config.generator_encoder):
+        if e.head_size not in (16, 32, 64):
+            return f"attention heads of {e.head_size}"
+        if e.hidden_size % 16 or e.hidden_size > 1024:
+            return f"hidden states of {e.hidden_size}"
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
-    return None if kernels.available() else "anything without Triton"
+    return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
 
 
 # All twelve tensors of a block, in this order, are `weights`:

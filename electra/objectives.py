@@ -444,7 +444,8 @@ class ReplacedTokenDetection(WithGenerator):
         at_m = torch.zeros_like(batch.x, dtype=torch.bool).scatter(1, m.at, m.valid)
         if which == "masked":
             return at_m, batch.masked
-        other = self.choose(batch, rng, Purpose.OTHER_POSITIONS, besides=at_m)
+        besides = at_m if which == "other" else None
+        other = self.choose(batch, rng, Purpose.OTHER_POSITIONS, besides=besides)
         return torch.zeros_like(at_m).scatter(1, other.at, other.valid), batch.masked
 
 

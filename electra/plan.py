@@ -31,6 +31,8 @@ class Plan:
     copies."""
     activation_bytes_per_sequence: int
     """Roughly what one sequence keeps for the backward pass in bf16; twice as much in fp32."""
+    kernel_bytes_per_sequence: int
+    """The same where own kernels compute (`fused.py`)."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -46,7 +48,7 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
     both = [config.encoder]
     if config.objective.kind != "mlm" and config.generator.kind == "network":
         both += [config.generator_encoder] * (2 if config.objective.kind == "electric" else 1)
-    logits = 3 * 2 * config.masked_slots * vocab_size
+    logits = 2 * config.masked_slots * vocab_size
     return Plan(
         discriminator_parameters=kept,
         generator_parameters=extra,
@@ -56,7 +58,8 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
         total_flops=flops * tokens,
         paper_flops=paper_flops(config, vocab_size),
         state_bytes=(kept + extra) * (4 * (5 if config.optim.average else 4) + 2),
-        activation_bytes_per_sequence=sum(_activations(config, e) for e in both) + logits,
+        activation_bytes_per_sequence=sum(_activations(config, e, 2) for e in both) + 3 * logits,
+        kernel_bytes_per_sequence=sum(_activations(config, e, 1) for e in both) + 2 * logits,
     )
 
 
@@ -76,11 +79,12 @@ def count_parameters(config: PretrainConfig, vocab_size: int) -> tuple[int, int]
     return kept, total - kept
 
 
-def _activations(config: PretrainConfig, c: EncoderConfig) -> int:
+def _activations(config: PretrainConfig, c: EncoderConfig, wide: int) -> int:
     """bf16 tensors a block keeps: inputs of its four products, q, k, v, both norms' inputs, GELU's
-    input; plus the attention matrix when dropout makes it explicit."""
+    input; plus the attention matrix when dropout makes it explicit. wide: how many of them have the
+    width of the feed-forward layer; own kernels compute GELU's output again."""
     T = config.data.sequence_length
-    block = T * (8 * c.hidden_size + 2 * c.ffn_size) * 2
+    block = T * (8 * c.hidden_size + wide * c.ffn_size) * 2
     if c.attention_dropout > 0:
         block += c.attention_heads * T * T * 6
     return c.layers * block

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fused
+from . import fused, kernels
 from . import runtime as runtimes
 from .batches import Batches, Block
 from .checkpoint import Saver, load_newest, size_of
@@ -522,15 +522,14 @@ class Trainer:
 
 def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime) -> bool:
     """Let the blocks compute with their own kernels, where that is wanted and they fit."""
-    encoders = (config.encoder, config.generator_encoder)
-    reasons = [fused.unfit(config.data.sequence_length, e, runtime.dtype) for e in encoders]
+    reasons = [fused.unfit(config, runtime.dtype)]
+    if not kernels.available():
+        reasons.append("anything without Triton")
     if runtime.device.type != "cuda":
         reasons.append("a device that is no GPU")
     elif torch.cuda.get_device_capability(runtime.device)[0] not in (9, 10):
         # Others, also newer ones for desktops, have too little memory on a multiprocessor.
         reasons.append("GPUs other than H100, H200, B200 and their like")
-    if any(e.dropout or e.attention_dropout for e in encoders):
-        reasons.append("dropout")
     reason = next((r for r in reasons if r is not None), None)
     if config.run.kernels == "yes" and reason is not None:
         raise ElectraError(

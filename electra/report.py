@@ -531,14 +531,17 @@ def draw(
     size: tuple[float, float] = (5.5, 4.5),
     dpi: int = 110,
 ) -> bytes:
-    """The panels side by side."""
+    """The panels side by side, four in a row."""
     from matplotlib.figure import Figure
 
-    count = max(1, len(panels))
-    figure = Figure(figsize=(size[0] * count, size[1]), layout="constrained")
-    axes: list[Any] = list(figure.subplots(1, count, squeeze=False)[0])
+    rows = max(1, math.ceil(len(panels) / 4))
+    columns = max(1, math.ceil(len(panels) / rows))
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+    axes: list[Any] = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, panel in zip(axes, panels, strict=False):
         panel(axis)
+    for axis in axes[max(1, len(panels)) :]:
+        axis.remove()
     picture = io.BytesIO()
     with warnings.catch_warnings():  # of letters that the font does not have
         warnings.simplefilter("ignore")

@@ -8,7 +8,8 @@ memory traffic, and a floor that every kernel has however small its work:
     seconds = Σ max(FLOPs / (e · peak), bytes / (e · bandwidth)) + floor
 
 The share e of the data sheet's figures that a kernel reaches depends on its kind alone, and there
-is one set of them for all GPUs and one for CPUs (`GPU`, `CPU`):
+is one set of them for compiled steps on all GPUs, one for steps with own kernels (`run.kernels`)
+where those are used, and one for CPUs (`GPU`, `OWN`, `CPU`):
 
 | kind      | what it is                                                                  |
 |-----------|-----------------------------------------------------------------------------|
@@ -18,10 +19,12 @@ is one set of them for all GPUs and one for CPUs (`GPU`, `CPU`):
 
 Calibrated once. GPU: the compiled step of `small` on an H200. The floor is how its time grows with
 the batch (results/speed: 3 to 4.4 ms do not depend on it, in 734 kernels), the shares are its GPU
-time by kind. A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M). Own
-kernels (`run.kernels`) are about a fifth faster than what is predicted here. CPU: the CPU time of
-`small` and `tiny` in one thread (results/speed). docs/cost.md has measured and predicted
-values side by side; a test holds them to 25 %.
+time by kind. A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M). OWN:
+the same with own kernels, which are fewer and move fewer bytes: 2.3 to 2.8 ms do not depend on the
+batch, in 659 kernels. Two profiles say 0.73 for traffic; 0.70, because steps take 2 % longer than
+their kernels. That a mask costs own kernels nothing is a guess. CPU: the CPU time of `small` and
+`tiny` in one thread (results/speed). docs/cost.md has measured and predicted values side by side; a
+test holds them to 25 %, those with own kernels to 10 %.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
+
+from . import fused
 from .config import EncoderConfig, PretrainConfig
 from .errors import ElectraError
 from .exchange import PIECES
@@ -50,6 +56,7 @@ class Shares(NamedTuple):
 
 
 GPU = Shares(product=0.66, attention=0.40, traffic=0.62, floor=5e-6)
+OWN = Shares(product=0.65, attention=0.39, traffic=0.70, floor=3.5e-6)
 CPU = Shares(product=0.88, attention=0.36, traffic=0.32, floor=130e-6)
 
 
@@ -63,6 +70,7 @@ class Device(NamedTuple):
     itemsize: int = 2  # bf16; 4 where only fp32 is fast
     shares: Shares = GPU
     seen: bool = False  # whether the model has been compared with it
+    kernels: bool = False  # whether own kernels run on it: `pretrain._use_kernels`
 
 
 PRICES_OF = "May 2026"  # rough medians of public offers, on demand
@@ -76,9 +84,9 @@ DEVICES = {
     "RTX 4090": Device(165e12, 1.01e12, 24e9, 0.40),
     "A100-40": Device(312e12, 1.56e12, 40e9, 1.20),
     "A100-80": Device(312e12, 2.04e12, 80e9, 1.50),
-    "H100": Device(989e12, 3.35e12, 80e9, 3.00),
-    "H200": Device(989e12, 4.80e12, 141e9, 4.00, seen=True),
-    "B200": Device(2250e12, 8.00e12, 180e9, 6.00),
+    "H100": Device(989e12, 3.35e12, 80e9, 3.00, kernels=True),
+    "H200": Device(989e12, 4.80e12, 141e9, 4.00, seen=True, kernels=True),
+    "B200": Device(2250e12, 8.00e12, 180e9, 6.00, kernels=True),
     "cpu, 2 cores": Device(320e9, 50e9, 16e9, 0.10, itemsize=4, shares=CPU, seen=True),
 }
 
@@ -108,10 +116,24 @@ class Model:
     padded: bool = False
     """Whether the corpus has short sequences, so that attention needs a mask."""
 
+    def has_kernels(self, device: Device) -> bool:
+        """Whether a run would use own kernels there, and the model takes them into account."""
+        config = self.config
+        wanted = config.run.kernels != "no" and config.run.precision != "fp32"
+        is_electric = config.objective.kind == "electric"  # its towers do without
+        fits = fused.unfit(config, torch.bfloat16) is None
+        return device.kernels and wanted and fits and not is_electric
+
+    def sequence_bytes(self, device: Device) -> float:
+        """What one sequence keeps for the backward pass."""
+        if self.has_kernels(device):
+            return self.plan.kernel_bytes_per_sequence
+        return self.plan.activation_bytes_per_sequence * device.itemsize / 2
+
     def micro_batch(self, device: Device) -> int:
         """The most sequences whose activations fit beside weights, gradients and moments."""
         room = USABLE * device.memory - self.plan.state_bytes
-        return max(0, int(room / (self.plan.activation_bytes_per_sequence * device.itemsize / 2)))
+        return max(0, int(room / self.sequence_bytes(device)))
 
     def rate(self, device: Device, rows: int | None = None) -> float:
         """Tokens per second of one device that has `rows` of the batch (default: all)."""
@@ -119,11 +141,13 @@ class Model:
         rows = rows or d.batch_size
         micro = min(d.micro_batch or rows, rows, max(1, self.micro_batch(device)))
         whole, rest = divmod(rows, micro)
+        if own := self.has_kernels(device):
+            device = device._replace(shares=OWN)
         # Gradients gathered and widened, norm, weights and moments read and written: 44 bytes each.
         seconds = _seconds([Kernels("traffic", 10, 0, 1.1 * self.plan.gradient_bytes)], device)
         for count, size in ((whole, micro), (1, rest)):
             if size:
-                seconds += count * _seconds(self._step(size, device.itemsize), device)
+                seconds += count * _seconds(self._step(size, device.itemsize, own), device)
         return rows * d.sequence_length / seconds
 
     def exchange(self, gpus: int, link: Link, *, node: int = 1, pieces: int = 1) -> float:
@@ -163,7 +187,7 @@ class Model:
         early = max(0.0, (1 - self.late) * pieces - compute * 2 / 3)
         return compute / (compute + after), compute / (compute + early + self.late * pieces)
 
-    def _step(self, rows: int, size: int) -> Iterator[Kernels]:
+    def _step(self, rows: int, size: int, own: bool) -> Iterator[Kernels]:
         """All kernels on `rows` sequences but the optimizer's; `size` bytes per number."""
         config, V = self.config, self.vocab_size
         R = rows * config.data.sequence_length
@@ -173,15 +197,16 @@ class Model:
             if not forward:
                 continue
             D, E = c.hidden_size, c.embedding_size
-            yield from _encoder(c, rows, R, size, forward, backward, self.padded)
+            yield from _encoder(c, rows, R, size, forward, backward, self.padded, own)
             for head, positions in heads.items():
                 P = R if positions == "all" else rows * config.masked_slots
                 shapes = [(D, D)] if config.objective.disc_head == "dense" else []
                 if head != "replaced":
                     shapes = [(2 * D if head == "both_towers" else D, E), (E, V)]
                     # Loss, samples, best guess; then the gradient of the logits.
-                    yield Kernels("traffic", 4 * forward, 0, size * P * V)
-                    yield Kernels("traffic", backward, 0, 3 * size * P * V)
+                    first, then = (1, 2) if own and config.objective.kind == "rtd" else (4, 3)
+                    yield Kernels("traffic", first * forward, 0, size * P * V)
+                    yield Kernels("traffic", backward, 0, then * size * P * V)
                 for K, N in shapes:
                     yield _product(forward + 2 * backward, P, K, N, size)
         yield Kernels("traffic", 40, 0, 8 * R)  # choosing, masking, replacing token ids
@@ -197,23 +222,39 @@ class Kernels(NamedTuple):
 
 
 def _encoder(
-    c: EncoderConfig, rows: int, R: int, size: int, forward: float, backward: float, padded: bool
+    c: EncoderConfig,
+    rows: int,
+    R: int,
+    size: int,
+    forward: float,
+    backward: float,
+    padded: bool,
+    own: bool,
 ) -> Iterator[Kernels]:
     """R tokens in `rows` sequences; forward, backward: how often each pass is made."""
     D, E, F, L, H = c.hidden_size, c.embedding_size, c.ffn_size, c.layers, c.attention_heads
     T = R // rows
     for K, N in ((D, 3 * D), (D, D), (D, F), (F, D)):  # once forward, twice backward
         yield _product(L * (forward + 2 * backward), R, K, N, size)
-    slower = 2 if padded else 1
-    yield Kernels("attention", L * forward, slower * 4 * R * T * D, slower * 4 * size * R * D)
-    yield Kernels("attention", 2 * L * backward, slower * 5 * R * T * D, slower * 4 * size * R * D)
-    if c.attention_dropout > 0:  # written out: the probabilities go through memory
-        yield Kernels("traffic", L * (3 * forward + 4 * backward), 0, 2 * size * R * T * H)
-    yield Kernels("traffic", 2 * L * forward, 0, 3 * size * R * D)  # residual and layer norm
-    yield Kernels("traffic", 4 * L * backward, 0, 3 * size * R * D)
     yield Kernels("traffic", L * forward, 0, 2 * size * R * F)  # GELU
-    yield Kernels("traffic", L * backward, 0, 3 * size * R * F)
-    yield Kernels("traffic", 4 * L * backward, 0, size * R * (5 * D + F) / 4)  # bias gradients
+    if own:  # those of `fused`: every one reads what it needs once and writes what is kept
+        yield Kernels("attention", L * forward, 4 * R * T * D, 4 * size * R * D)
+        yield Kernels("attention", L * backward, 10 * R * T * D, 7 * size * R * D)
+        yield Kernels("traffic", 2 * L * forward, 0, 4 * size * R * D)  # residual and layer norm
+        yield Kernels("traffic", 2 * L * backward, 0, 3.5 * size * R * D)
+        yield Kernels("traffic", L * backward, 0, 4 * size * R * F)
+        yield Kernels("traffic", 4 * L * backward, 0, 0)  # the last of their bias gradients
+    else:
+        slower = 2 if padded else 1
+        traffic = slower * 4 * size * R * D
+        yield Kernels("attention", L * forward, slower * 4 * R * T * D, traffic)
+        yield Kernels("attention", 2 * L * backward, slower * 5 * R * T * D, traffic)
+        if c.attention_dropout > 0:  # written out: the probabilities go through memory
+            yield Kernels("traffic", L * (3 * forward + 4 * backward), 0, 2 * size * R * T * H)
+        yield Kernels("traffic", 2 * L * forward, 0, 3 * size * R * D)
+        yield Kernels("traffic", 4 * L * backward, 0, 3 * size * R * D)
+        yield Kernels("traffic", L * backward, 0, 3 * size * R * F)
+        yield Kernels("traffic", 4 * L * backward, 0, size * R * (5 * D + F) / 4)
     yield Kernels("traffic", 3 * forward + 5 * backward, 0, 3 * size * R * E)  # embeddings
     if E != D:
         yield _product(forward + 2 * backward, R, E, D, size)

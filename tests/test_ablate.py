@@ -54,6 +54,7 @@ DIFFERENCES: dict[str, dict[str, dict[str, Any]]] = {
         "Replace MLM": {"objective.kind": "replace_mlm", "objective.disc_weight": 1.0},
         "ELECTRA 15%": {"objective.disc_positions": "masked"},
         "ELECTRA 15%, other tokens": {"objective.disc_positions": "other"},
+        "ELECTRA 15%, random tokens": {"objective.disc_positions": "random"},
         "BERT": BERT,
         "BERT, 100% [MASK]": {"objective.kind": "mlm"},
     },

@@ -37,6 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "rtd": {},
     "masked": {"objective_disc_positions": "masked"},
     "other": {"objective_disc_positions": "other"},
+    "random": {"objective_disc_positions": "random"},
     "uniform": {"generator_kind": "uniform"},
     "unigram": {"generator_kind": "unigram"},
     "disallow": {"generator_disallow_correct": True},
@@ -137,7 +138,7 @@ def all_places(batch: Batch) -> list[tuple[int, int]]:
     return [(b, t) for b, n in enumerate(batch.length.tolist()) for t in range(n)]
 
 
-@pytest.mark.parametrize("which", ["all", "masked", "other"])
+@pytest.mark.parametrize("which", ["all", "masked", "other", "random"])
 @pytest.mark.parametrize("sharing", ["embeddings", "disentangled"])
 def test_detection_is_that_of_the_loops_on_every_choice_of_positions(
     which: str, sharing: str
@@ -155,13 +156,15 @@ def test_detection_is_that_of_the_loops_on_every_choice_of_positions(
     elif which == "masked":
         assert chosen == sorted(masked)
     else:
-        assert not set(chosen) & set(masked)
         assert all(int(batch.x[place]) > 4 for place in chosen)
+        assert set(chosen) != set(masked)
         per_row = [sum(b == row for b, _ in masked) for row in range(B)]
         # The short rows have fewer than that left.
-        left = [max(0, n - 2 - k) for n, k in zip(LENGTHS, per_row, strict=True)]
+        taken = per_row if which == "other" else [0] * B
+        left = [max(0, n - 2 - k) for n, k in zip(LENGTHS, taken, strict=True)]
         wanted = [min(n, k) for n, k in zip(left, per_row, strict=True)]
         assert [sum(b == row for b, _ in chosen) for row in range(B)] == wanted
+        assert bool(set(chosen) & set(masked)) == (which == "random")
     x_corrupt = k.x_corrupt.numpy()
     assert {(b, t) for b, t in all_places(batch) if slow.x[b, t] != x_corrupt[b, t]} <= set(masked)
     d = slow.d(x_corrupt)
@@ -360,6 +363,7 @@ LEARNERS: dict[str, tuple[set[str], set[str]]] = {  # kind: what each of the two
     "rtd": (KEPT | {"discriminator_head"}, GENERATOR),
     "masked": (KEPT | {"discriminator_head"}, GENERATOR),
     "other": (KEPT | {"discriminator_head"}, GENERATOR),
+    "random": (KEPT | {"discriminator_head"}, GENERATOR),
     "uniform": (KEPT | {"discriminator_head"}, set()),
     "disallow": (KEPT | {"discriminator_head"}, GENERATOR),
     "temperature": (KEPT | {"discriminator_head"}, GENERATOR),

@@ -534,15 +534,19 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "dtype", "said"),
     [
-        ({"length": 129}, "129|longer"),
-        ({"attention_heads": 2}, "heads of 128"),
-        ({"dtype": torch.float32}, "float32"),
+        ({"sequence_length": 129}, torch.bfloat16, "longer"),
+        ({"attention_heads": 2}, torch.bfloat16, "heads of 128"),
+        ({"hidden_size": 96, "attention_heads": 3}, torch.bfloat16, "heads of 24"),
+        ({"dropout": 0.1}, torch.bfloat16, "dropout"),
+        ({}, torch.float32, "float32"),
     ],
 )
-def test_what_does_not_fit_is_said(changes: dict[str, Any], said: str) -> None:
-    length, dtype = changes.pop("length", 128), changes.pop("dtype", torch.bfloat16)
-    config = replace(recipe("small").encoder, **changes)
-    assert fused.unfit(128, recipe("small").encoder, torch.bfloat16) is None
-    assert re.search(said, fused.unfit(length, config, dtype) or "")
+def test_what_does_not_fit_is_said(changes: dict[str, Any], dtype: torch.dtype, said: str) -> None:
+    small = recipe("small")
+    fitting = replace(small, encoder=replace(small.encoder, dropout=0.0, attention_dropout=0.0))
+    assert fused.unfit(fitting, torch.bfloat16) is None
+    part = "data" if "sequence_length" in changes else "encoder"
+    config = replace(fitting, **{part: replace(getattr(fitting, part), **changes)})
+    assert re.search(said, fused.unfit(config, dtype) or "")

@@ -1,0 +1,43 @@
+"""benchmarks/growth.py: its tables are what they say, and its rows come from real steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import growth
+
+
+def test_a_table_of_growth_changes_one_thing() -> None:
+    rows = {table: growth.rows_of(table, small=False) for table in growth.TABLES}
+    for table in ("length", "layers", "width"):
+        assert {row.config.tokens_per_step for row in rows[table]} == {growth.TOKENS}, table
+    assert [row.config.data.sequence_length for row in rows["length"]] == [
+        *(128, 256, 512, 1024, 2048)
+    ]
+    assert all(row.config.encoder.head_size == 64 for row in rows["width"])
+    assert {row.config.data.sequence_length for row in rows["sizes"]} == {512}
+    # Where the tables meet, they have the same row.
+    shared = [{row.name for row in rows[table]} for table in ("length", "batch", "layers", "width")]
+    assert len(set.intersection(*shared)) == 1
+
+
+def test_growth_is_measured_and_written(text: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, growth.__file__, "--text", str(text)]
+    command += ["--tokenizer", str(tokenizer_dir), "--out", str(tmp_path / "out"), "--small"]
+    command += ["--only", "batch", "--rounds", "2", "--seconds", "0.1", "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "out" / "growth.json").read_bytes())
+    assert [label for label, _ in record["tables"]["batch"]] == ["batch 4", "batch 8"]
+    for label, name in record["tables"]["batch"]:
+        row = record["rows"][name]
+        assert row["config"]["data"]["batch_size"] == int(label.split()[1])
+        assert len(row["tokens_per_second"]) == 2
+        assert row["predicted"] > 0
+        line = next(line for line in done.stdout.splitlines() if line.startswith(label))
+        assert f"{row['tokens_per_second_median']:,.0f}" in line
