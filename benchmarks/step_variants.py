@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import tyro
 
+from electra import fused, pretrain
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
@@ -39,6 +40,14 @@ from electra.recipes import recipe
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": {"run.kernels": "yes"}},
+    "product stream": {"settings": KERNELS, "fused": {"PRODUCT_STREAM": True}},
+    "generator stream": {"settings": KERNELS, "pretrain": {"GENERATOR_STREAM": True}},
+    "both streams": {
+        "settings": KERNELS,
+        "fused": {"PRODUCT_STREAM": True},
+        "pretrain": {"GENERATOR_STREAM": True},
+    },
+    "halves": {"settings": KERNELS, "halves": {"of": 2}, "pretrain": {"MICRO_STREAMS": True}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -126,6 +135,9 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
+    for module in (fused, pretrain):
+        for key, value in variant.get(module.__name__.split(".")[-1], {}).items():
+            setattr(module, key, value)
     corpus = Corpus.open(a.corpus)
     config = changed(
         recipe(a.recipe),
@@ -135,6 +147,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             "data.batch_size": batch,
             "run.kernels": "no",
             **variant.get("settings", {}),
+            **({"data.micro_batch": batch // 2} if "halves" in variant else {}),
         },
     )
     runtime = runtimes.start(config.run)
@@ -144,7 +157,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and name in ("plain", "kernels")
+    look = a.profile and (name in ("plain", "kernels") or "stream" in name)
     row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
     return {"variant": name, "batch": batch, **row}
 

@@ -14,6 +14,7 @@ compile than one. `Block` itself is the definition: tests hold this file against
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -36,6 +37,19 @@ def unfit(length: int, config: EncoderConfig, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
     return None if kernels.available() else "anything without Triton"
+
+
+PRODUCT_STREAM = False  # the gradients of the matrices on a stream of their own
+_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+
+def _beside() -> Any:
+    if not PRODUCT_STREAM:
+        return contextlib.nullcontext()
+    here = torch.cuda.current_stream()
+    stream = _streams.setdefault(here, torch.cuda.Stream())
+    stream.wait_stream(here)
+    return torch.cuda.stream(stream)
 
 
 # All twelve tensors of a block, in this order, are `weights`:
@@ -90,16 +104,20 @@ def block_backward(
     norm2, norm1, projected, inner = sums.split((3 * D, 3 * D, 3 * D, len(w1)))
     ds2, *_ = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, sums=norm2)
     dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner)
-    dw2 = ds2.t() @ act
-    dw1 = dpre.t() @ h
+    with _beside():
+        dw2, dw1 = ds2.t() @ act, dpre.t() @ h
     ds1, *_ = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1)
-    dwo = ds1.t() @ o
+    with _beside():
+        dwo = ds1.t() @ o
     packed = (B, T, 3, heads, D // heads)
     do = (ds1 @ wo).view(B, T, D)
     dqkv, _ = kernels.attention_backward(qkv.view(packed), mask, do, sums=projected)
     dqkv = dqkv.view(B * T, 3 * D)
-    dwqkv = dqkv.t() @ x
+    with _beside():
+        dwqkv = dqkv.t() @ x
     dx = torch.addmm(ds1, dqkv, wqkv).view(B, T, D)
+    if PRODUCT_STREAM:
+        torch.cuda.current_stream().wait_stream(_streams[torch.cuda.current_stream()])
     return dx, dwqkv, dwo, dw1, dw2, sums, sums.to(dy.dtype, copy=True)
 
 
