@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import tyro
 
-from electra import fused
+from electra import fused, pretrain
 from electra import kernels as kernel_configs
 from electra import runtime as runtimes
 from electra.batches import Batches
@@ -51,6 +51,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "settings": KERNELS,
         "configs": {"ATTENTION_BACKWARD": {"HEADS": 4, "STAGES": 2, "maxnreg": None}},
     },
+    "product stream": {"settings": KERNELS, "fused": {"PRODUCT_STREAM": True}},
+    "generator stream": {"settings": KERNELS, "pretrain": {"GENERATOR_STREAM": True}},
+    "both streams": {
+        "settings": KERNELS,
+        "fused": {"PRODUCT_STREAM": True},
+        "pretrain": {"GENERATOR_STREAM": True},
+    },
+    "halves": {"settings": KERNELS, "halves": {"of": 2}, "pretrain": {"MICRO_STREAMS": True}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -138,8 +146,9 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
-    for key, value in variant.get("fused", {}).items():
-        setattr(fused, key, value)
+    for module in (fused, pretrain):
+        for key, value in variant.get(module.__name__.split(".")[-1], {}).items():
+            setattr(module, key, value)
     for key, value in variant.get("configs", {}).items():
         getattr(kernel_configs, key).update(value)
     corpus = Corpus.open(a.corpus)
@@ -151,6 +160,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             "data.batch_size": batch,
             "run.kernels": "no",
             **variant.get("settings", {}),
+            **({"data.micro_batch": batch // 2} if "halves" in variant else {}),
         },
     )
     runtime = runtimes.start(config.run)
@@ -160,7 +170,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and (name in ("plain", "kernels") or "fused" in variant)
+    look = a.profile and (name in ("plain", "kernels") or "fused" in variant or "stream" in name)
     row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
     return {"variant": name, "batch": batch, **row}
 

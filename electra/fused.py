@@ -15,6 +15,7 @@ hold this file against it.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -46,6 +47,19 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
     return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
+
+
+PRODUCT_STREAM = False  # the gradients of the matrices on a stream of their own
+_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+
+def _beside() -> Any:
+    if not PRODUCT_STREAM:
+        return contextlib.nullcontext()
+    here = torch.cuda.current_stream()
+    stream = _streams.setdefault(here, torch.cuda.Stream())
+    stream.wait_stream(here)
+    return torch.cuda.stream(stream)
 
 
 # All twelve tensors of a block, in this order, are `weights`:
@@ -115,21 +129,32 @@ def block_backward(
     ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
     again = act.numel() == 0
     dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
-    dw2 = ds2.t() @ act
-    del act  # the largest there are: gone before attention's gradients come
+    with _beside():
+        dw2 = ds2.t() @ act
+    if not PRODUCT_STREAM:
+        del act  # the largest there are: gone before attention's gradients come
     h = torch.empty_like(s1) if again else h
     ds1, norm1 = kernels.add_norm_backward(
         dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None
     )
-    dw1 = dpre.t() @ h
-    del dpre
-    dwo = ds1.t() @ o
+    with _beside():
+        dw1 = dpre.t() @ h
+        dwo = ds1.t() @ o
+    if not PRODUCT_STREAM:
+        del dpre
     packed = qkv.view(B, T, 3, heads, D // heads)
     dqkv, projected = kernels.attention_backward(packed, mask, (ds1 @ wo).view(B, T, D))
     dqkv = dqkv.view(B * T, 3 * D)
-    dwqkv = dqkv.t() @ x
-    dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
-    return dx, dwqkv, dwo, dw1, dw2, *kernels.column_sums([norm2, norm1, projected, inner], x.dtype)
+    with _beside():
+        dwqkv = dqkv.t() @ x
+    if PRODUCT_STREAM:  # ds1 is still being read
+        dx = torch.addmm(ds1, dqkv, wqkv).view(B, T, D)
+    else:
+        dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
+    sums = kernels.column_sums([norm2, norm1, projected, inner], x.dtype)
+    if PRODUCT_STREAM:
+        torch.cuda.current_stream().wait_stream(_streams[torch.cuda.current_stream()])
+    return dx, dwqkv, dwo, dw1, dw2, *sums
 
 
 @block_backward.register_fake
