@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .config import PretrainConfig
+from .config import EncoderConfig, PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 
