@@ -29,7 +29,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import PretrainConfig, from_dict, read_settings_file, to_dict
+from .config import PretrainConfig, flat, from_dict, read_settings_file, to_dict
 from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped, StopRequest
 from .files import exclusive, json_bytes, read_json, reading, storage_errors, write_atomic
 from .recipes import RECIPES, masked_lm, recipe
@@ -130,6 +130,8 @@ def own_grid(file: Path, electra: PretrainConfig) -> Grid:
             what = f"{label!r} is no row: a row is a table with a name that no other row has."
             raise ElectraError(what, where=where, fix='write ["its name"] above its settings')
         rows[label] = from_dict(PretrainConfig, values, where=where, base=electra)
+    if not rows:
+        raise ElectraError("The grid has no row.", where=str(file), fix='write a table: ["a name"]')
     return rows
 
 
@@ -180,14 +182,16 @@ def starting_point(name: str, steps: int | None = None) -> PretrainConfig:
     """
     if Path(name).suffix in (".json", ".toml"):
         values = read_settings_file(Path(name))
-        start = recipe(name_ if (name_ := values.get("name")) in RECIPES else "small")
+        begun = str(values.get("name"))
+        start = recipe(begun if begun in RECIPES else "small")
         base = from_dict(PretrainConfig, values, where=name, base=start)
     else:
         base = recipe(name)
-    if (base.objective.kind, base.objective.algorithm) != ("rtd", "joint"):
-        what = f"A study starts from ELECTRA's settings; these are {base.objective.kind}, "
+    kind, algorithm = base.objective.kind, base.objective.algorithm
+    if (kind, algorithm) != ("rtd", "joint"):
+        what = f"A study starts from ELECTRA's settings; these are {kind}, {algorithm}."
         fix = "give settings with objective.kind rtd and objective.algorithm joint"
-        raise ElectraError(f"{what}{base.objective.algorithm}.", where=f"--base {name}", fix=fix)
+        raise ElectraError(what, where=f"--base {name}", fix=fix)
     if base.optim.warmup_percent is None:
         share = min(100.0, 100 * base.optim.warmup_steps / base.run.train_steps)
         base = change(base, optim={"warmup_percent": share})
@@ -468,7 +472,9 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
                 "scores": [seed["score"] for seed in read["seeds"]],
                 **read["summary"],
             }
-    metrics = read_metrics(directory / "pretrain")
+    metrics, record = read_metrics(directory / "pretrain"), directory / "pretrain" / "run.json"
+    with reading(record):
+        environment = read_json(record)["environment"]
     last: dict[str, Any] = max(
         (m for m in metrics if m["kind"] == "train"), key=lambda m: m["step"], default={}
     )
@@ -485,7 +491,7 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
         "train": {key: _finite(last.get(key)) for key in ("loss", "mlm_loss", "disc_loss")},
         "steps": last.get("step", 0),
         "seconds": last.get("seconds", 0.0),
-        "environment": read_json(directory / "pretrain" / "run.json")["environment"],
+        "environment": environment,
     }
 
 
@@ -499,12 +505,5 @@ def _finite(value: Any) -> float | None:
 
 def _differs(config: PretrainConfig, base: PretrainConfig) -> dict[str, Any]:
     """The settings that make a row another one than ELECTRA's, by dotted name."""
-
-    def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in values.items():
-            found |= flat(value, f"{key}.") if isinstance(value, dict) else {prefix + key: value}
-        return found
-
     ours, theirs = flat(to_dict(config)), flat(to_dict(base))
     return {k: v for k, v in ours.items() if v != theirs[k] and k != "run.seed"}

@@ -65,16 +65,16 @@ class Batches:
 
     def __init__(self, examples: Examples, config: PretrainConfig, runtime: Runtime) -> None:
         self.examples, self.config, self.runtime = examples, config, runtime
-        full = np.flatnonzero(examples.lengths == config.data.sequence_length)
+        length = config.data.sequence_length
+        full = np.flatnonzero(examples.lengths == length)
         self.padded = examples.short_percent > 0 or len(full) < 0.99 * len(examples)
         self._full = None if self.padded else full
         self._packing: Packing | None = None
         if self.padded and config.data.examples_per_row > 1:
-            length, most = config.data.sequence_length, config.data.examples_per_row
+            most = min(config.data.examples_per_row, length)  # tables are that wide
             self._packing = Packing(examples.lengths, length, most)
         self._count = len(self._packing or examples) if self.padded else len(full)  # of all rows
-        size = config.data.batch_size
-        share = size // runtime.world
+        share = config.data.batch_size // runtime.world
         self.rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
         self._resident: tuple[Tensor, Tensor] | None = None
         if self._keep_on_device():

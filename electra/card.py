@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import __version__
-from .config import LICENSE, EncoderConfig, PretrainConfig, from_dict, to_dict
+from .config import LICENSE, EncoderConfig, PretrainConfig, flat, from_dict, to_dict
 from .errors import ElectraError
 from .files import read_json
 from .flops import matmul_flops_per_token, paper_flops
@@ -286,16 +286,6 @@ def _name(path: object) -> str:
 
 def _rows(facts: dict[str, str]) -> str:
     return "\n".join(table(["", ""], [[name, value] for name, value in facts.items()]))
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"beta1": 0.9}} as {"optim.beta1": 0.9}."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        result |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return result
 
 
 def settings_table(values: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -59,15 +60,10 @@ class Checkpoint:
 class Saver:
     """Writes checkpoints of one run; the writing happens in a thread beside the training."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        keep: int,
-        on_full: Callable[[DiskFull], object] | None = None,
-    ) -> None:
-        """on_full: called when there is no room; the save is tried again when it returns."""
-        self.directory, self.keep, self.on_full = directory, keep, on_full
+    def __init__(self, directory: Path, *, keep: int) -> None:
+        self.directory, self.keep = directory, keep
+        # Called when there is no room; the save is tried again when it returns.
+        self.on_full: Callable[[DiskFull], object] | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[int, Tensor] = {}  # place of a buffer -> its bytes
@@ -121,6 +117,9 @@ class Saver:
         ready: torch.cuda.Event | None,
         state: dict[str, Any],
     ) -> None:
+        # The training asks for Python's lock at every step and would wait 5 ms for it each time.
+        patience = sys.getswitchinterval()
+        sys.setswitchinterval(min(patience, 2e-4))
         try:
             if ready is not None:
                 with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
@@ -151,6 +150,8 @@ class Saver:
             self._prune()
         except BaseException as error:
             self._error = error
+        finally:
+            sys.setswitchinterval(patience)
 
     def _prune(self) -> None:
         for path in _steps(self.directory)[self.keep :]:
@@ -185,7 +186,6 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
                 number = re.search(r"os error (\d+)", str(error))
                 code = int(number[1]) if number else errno.EIO
                 raise OSError(code, os.strerror(code)) from error
-            path.chmod(temporary.stat().st_mode & 0o666)  # as the umask wants it
             with open(path, "rb") as written:
                 os.fsync(written.fileno())
             # safetensors lets the owner alone read; what the umask leaves is seen at the directory.

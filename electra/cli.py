@@ -21,12 +21,11 @@ from typing import Annotated, Any, Literal, Union
 import tyro
 
 from . import __version__
-from .config import FinetuneConfig, PretrainConfig, from_dict, read_settings_file, to_dict
+from .config import FinetuneConfig, PretrainConfig, flat, from_dict, read_settings_file, to_dict
 from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
-_REWARM = 6.0  # percent of a run with --init (as in "Don't Stop Pretraining", ACL 2020)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -971,12 +970,10 @@ def _starting_point(name: str, args: list[str]) -> PretrainConfig:
         from .hf import config_of, load_pretrained
 
         config = config_of(load_pretrained(Path(init)), config)
-        # The recipe's warm-up was meant for its own million steps; here it is a share of the run.
-        asked = any(re.match("--optim.warmup[-_]steps", arg) for arg in args)
-        asked |= "warmup_steps" in (values.get("optim") or ())
-        if not asked and config.optim.warmup_percent is None:
-            config = replace(config, optim=replace(config.optim, warmup_percent=_REWARM))
-    return from_dict(PretrainConfig, values, where=path or "", base=config)
+    config = from_dict(PretrainConfig, values, where=path or "", base=config)
+    if any(re.match("--optim.warmup[-_]steps", arg) for arg in args):
+        config = replace(config, optim=replace(config.optim, warmup_percent=None))
+    return config
 
 
 def _value_of(flag: str, args: list[str]) -> str | None:
@@ -1006,12 +1003,9 @@ def _print_export(report: Any) -> None:
     print(*report.directories, *(f"checked: {check}" for check in report.checks), sep="\n")
 
 
-def _print_settings(values: dict[str, Any], prefix: str = "") -> None:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            _print_settings(value, f"{prefix}{key}.")
-        else:
-            print(f"{prefix}{key} = {value}")
+def _print_settings(values: dict[str, Any]) -> None:
+    for key, value in flat(values).items():
+        print(f"{key} = {value}")
 
 
 def _readable(value: Any) -> str:

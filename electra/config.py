@@ -225,7 +225,7 @@ class OptimConfig(Settings):
     """Learning rate of what belongs to the generator alone, as a multiple of the discriminator's;
     shared embeddings have the discriminator's."""
     warmup_steps: Whole = 10_000
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up; given alone, they replace a share that the recipe has."""
     warmup_percent: Percent | None = None
     """Warm-up as a share of the whole run instead, for runs limited by minutes."""
     schedule: Literal["then", "times", "cosine", "wsd"] = "then"
@@ -251,7 +251,8 @@ class OptimConfig(Settings):
     their place; 0 is off. Early on it forgets faster: step t has at least the weight 9/(10 + t)."""
     skip_spikes: bool = False
     """Leave out a step whose gradient norm lies more than 6 standard deviations above the mean of
-    the last 128 good steps; it counts as a bad step (run.max_bad_steps)."""
+    the last 128 good steps; it counts as a bad step (run.max_bad_steps). They are counted anew when
+    the loss becomes another one: in the second of two stages, and once λ has risen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -475,7 +476,8 @@ def _fraction_of(size: int, fraction: float, name: str) -> int:
     exact = Fraction(fraction).limit_denominator(64) * size
     if exact < 1 or exact.denominator != 1:
         what = f"A generator fraction of {fraction} gives {name} {float(exact):g}."
-        fix = f"choose a fraction that divides {size}, such as 1/4 or 1/2"
+        fits = [f"1/{n}" for n in (4, 2) if size % n == 0] or ["1"]
+        fix = f"choose a fraction that divides {size}, such as {' or '.join(fits)}"
         raise ElectraError(what, where="generator.width, generator.depth", fix=fix)
     return int(exact)
 
@@ -573,6 +575,16 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"beta1": 0.9}} as {"optim.beta1": 0.9}."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        result |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return result
+
+
 def from_dict(cls: type[T], values: dict[str, Any], *, where: str, base: T | None = None) -> T:
     """Settings of class `cls` from nested dictionaries; keys that are missing come from `base`.
 
@@ -581,6 +593,8 @@ def from_dict(cls: type[T], values: dict[str, Any], *, where: str, base: T | Non
     hints = typing.get_type_hints(cls)
     names = [f.name for f in dataclasses.fields(cls)]  # pyright: ignore[reportArgumentType]
     changed: dict[str, Any] = {}
+    if "warmup_steps" in values and "warmup_percent" in names:
+        changed["warmup_percent"] = None  # asked for in steps: a share from before would hide it
     for key, value in values.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)

@@ -163,7 +163,7 @@ def sample(logits: Tensor, u: Tensor) -> Tensor:
     tiles = -(-V // width)
     # Exponentials are taken twice, of all and of one tile: kept, they would be the largest tensor.
     z = logits - logits.amax(-1, keepdim=True)  # (N, V)
-    z = torch.nn.functional.pad(z, (0, tiles * width - V), value=-math.inf).view(N, tiles, width)
+    z = F.pad(z, (0, tiles * width - V), value=-math.inf).view(N, tiles, width)
     mass = z.exp().sum(-1)  # (N, tiles)
     tile_mass = mass.cumsum(-1)
     target = u[:, None] * tile_mass[:, -1:]  # (N, 1)

@@ -70,14 +70,13 @@ class Encoder(nn.Module):
         h = h.to(self.working_dtype)
         if self.project is not None:
             h = self.project(h)  # (B, T, D)
-        bias = None  # (B, 1, 1 or T, T)
         if mask is not None:
             if mask.dtype != torch.bool and not self.blocks[0].fused:
                 mask = mask[:, :, None] == mask[:, None]
-            bias = mask[:, None] if mask.dim() == 3 else mask[:, None, None]
+            mask = mask[:, None] if mask.dim() == 3 else mask[:, None, None]
         for block in self.blocks[:-1]:
-            h = block(h, bias, rng)
-        return self.blocks[-1](h, bias, rng, 1 if only_first else None)
+            h = block(h, mask, rng)
+        return self.blocks[-1](h, mask, rng, 1 if only_first else None)
 
 
 class Embeddings(nn.Module):
@@ -135,17 +134,17 @@ class Block(nn.Module):
         self.ffn_norm = LayerNorm(D, config.layer_norm_eps)
 
     def forward(
-        self, h: Tensor, bias: Tensor | None, rng: Rng | None, only: int | None = None
+        self, h: Tensor, mask: Tensor | None, rng: Rng | None, only: int | None = None
     ) -> Tensor:
-        """(B, T, D); with `only`, the first so many of the T states."""
+        """(B, T, D), or the first `only` of the T states; mask: (B, 1, 1 or T, T), as Encoder's."""
         p = self.config.dropout
-        if self.fused and only is None and (bias is None or bias.shape[2] == 1):
-            mask = None if bias is None else bias[:, 0, 0]  # (B, T)
+        if self.fused and only is None and (mask is None or mask.shape[2] == 1):
+            mask = None if mask is None else mask[:, 0, 0]  # (B, T)
             c = self.config
             if fused.stays_on_chip(h, c):
                 return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
             return fused.block(h, mask, self.tensors(), c.attention_heads, c.layer_norm_eps)[0]
-        a = self.out(self.attend(h, bias, rng, only))  # (B, T, D)
+        a = self.out(self.attend(h, mask, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, p, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside
         return self.ffn_norm(h + dropout(f, p, rng, self.site + 1))
@@ -157,7 +156,7 @@ class Block(nn.Module):
         return [t for part in (*linears, *norms) for t in (part.weight, part.bias)]
 
     def attend(
-        self, h: Tensor, bias: Tensor | None, rng: Rng | None, only: int | None = None
+        self, h: Tensor, mask: Tensor | None, rng: Rng | None, only: int | None = None
     ) -> Tensor:
         """softmax(q kᵀ / √K) v over all heads, (B, T, D)."""
         B, T, D = h.shape
@@ -165,19 +164,19 @@ class Block(nn.Module):
         if only is None:
             q, k, v = self.qkv(h).view(B, T, 3, H, K).permute(2, 0, 3, 1, 4)  # 3 x (B, H, T, K)
         else:
-            weight, b = self.qkv.weight, self.qkv.bias
-            q = F.linear(h[:, :only], weight[:D], b[:D]).view(B, only, H, K).transpose(1, 2)
-            k, v = F.linear(h, weight[D:], b[D:]).view(B, T, 2, H, K).permute(2, 0, 3, 1, 4)
+            weight, bias = self.qkv.weight, self.qkv.bias
+            q = F.linear(h[:, :only], weight[:D], bias[:D]).view(B, only, H, K).transpose(1, 2)
+            k, v = F.linear(h, weight[D:], bias[D:]).view(B, T, 2, H, K).permute(2, 0, 3, 1, 4)
         p = self.config.attention_dropout
         if rng is None or p == 0:
-            a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+            a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         elif isinstance(rng, SeededDropout) and q.is_cuda:
-            a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
+            a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
         else:
             # Written out, because the fused kernels draw their dropout from a state of their own.
             score = (q @ k.transpose(-1, -2)).float() / math.sqrt(K)  # (B, H, T, T)
-            if bias is not None:
-                score = score.masked_fill(~bias, -math.inf)
+            if mask is not None:
+                score = score.masked_fill(~mask, -math.inf)
             probability = score.softmax(-1)
             probability = rng.dropout(probability, p, self.site + 2)
             a = probability.to(v.dtype) @ v  # (B, H, T, K)
@@ -244,12 +243,12 @@ class GeneratorHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(self, h: Tensor, table: Tensor) -> Tensor:
-        """Logits (N, V) of hidden states (N, D); table (V, E) holds the token embeddings."""
+        """Logits (..., V) of hidden states (..., D); table (V, E) holds the token embeddings."""
         e = self.words(h)
         return F.linear(e, table.to(e.dtype), self.bias.to(e.dtype))
 
     def words(self, h: Tensor) -> Tensor:
-        """Hidden states (N, D) in the space of the token embeddings, (N, E)."""
+        """Hidden states (..., D) in the space of the token embeddings, (..., E)."""
         return self.norm(F.gelu(self.dense(h)))
 
 

@@ -7,7 +7,7 @@ with the same batch and masking settings, are compared on the same positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,15 @@ class Evaluation:
     """Mean negative log-likelihood of the masked tokens, in nats."""
     mlm_accuracy: float
     """Share of masked tokens the best guess gets right."""
-    disc_loss: float | None
+    disc_loss: float | None = None
     """Mean binary cross-entropy over all tokens."""
-    disc_auc: float | None
+    disc_auc: float | None = None
     """Area under the ROC curve of telling replaced tokens from originals, over all tokens."""
-    disc_precision: float | None
+    disc_precision: float | None = None
     """Share of tokens called replaced that are."""
-    disc_recall: float | None
+    disc_recall: float | None = None
     """Share of replaced tokens that are called so."""
-    replaced_percent: float | None
+    replaced_percent: float | None = None
     """Share of the tokens that differ from the original."""
     tokens: int
     """Tokens looked at."""
@@ -97,30 +97,22 @@ def evaluate(
             token = objective.attention_mask(batch)
             logits.append(p.d[token].cpu().numpy())
             labels.append((p.x_corrupt != batch.x)[token].cpu().numpy())
-    mlm = np.concatenate(nll)
-    tokens = int(examples.lengths[index].sum())
+    found = Evaluation(
+        mlm_loss=float(np.concatenate(nll).mean()),
+        mlm_accuracy=float(np.concatenate(right).mean()),
+        tokens=int(examples.lengths[index].sum()),
+    )
     if not logits:
-        return Evaluation(
-            mlm_loss=float(mlm.mean()),
-            mlm_accuracy=float(np.concatenate(right).mean()),
-            disc_loss=None,
-            disc_auc=None,
-            disc_precision=None,
-            disc_recall=None,
-            replaced_percent=None,
-            tokens=tokens,
-        )
+        return found
     d, replaced = np.concatenate(logits).astype(np.float64), np.concatenate(labels)
     called = d > 0
-    return Evaluation(
-        mlm_loss=float(mlm.mean()),
-        mlm_accuracy=float(np.concatenate(right).mean()),
+    return replace(
+        found,
         disc_loss=float((np.logaddexp(0, d) - d * replaced).mean()),
         disc_auc=roc_auc(d, replaced),
         disc_precision=float(replaced[called].mean()) if called.any() else 0.0,
         disc_recall=float(called[replaced].mean()) if replaced.any() else 0.0,
         replaced_percent=100 * float(replaced.mean()),
-        tokens=tokens,
     )
 
 

@@ -64,6 +64,7 @@ DiscHead = Literal["dense", "linear"]
 Layout = Kind | tasks.Kind | Literal["encoder"]
 Tensors = dict[str, Tensor]
 
+_REWARM = 6.0  # percent of a run that goes on from a model ("Don't Stop Pretraining", ACL 2020)
 # Our settings and what transformers calls them. Defaults agree on both sides, so a config.json
 # that leaves out what is at its default reads right.
 _FIELDS = {
@@ -764,7 +765,8 @@ def config_of(pretrained: Pretrained, base: PretrainConfig) -> PretrainConfig:
     """`base` with sizes, sharing and head such that training continues from `pretrained`.
 
     What the two networks share is seen from their tensors. A generator that is missing takes its
-    size from `base`, a missing discriminator is made as large as the generator.
+    size from `base`, a missing discriminator is made as large as the generator. A warm-up in steps,
+    which `base` has for a million of them, becomes a share of the run.
     """
     d, g = pretrained.discriminator, pretrained.generator
     generator, objective = base.generator, base.objective
@@ -779,7 +781,11 @@ def config_of(pretrained: Pretrained, base: PretrainConfig) -> PretrainConfig:
             generator = replace(generator, width=width, depth=depth, sharing=_sharing(d, g))
     encoder = replace(encoder, init=base.encoder.init)  # which no file of transformers knows
     data = replace(base.data, sequence_length=min(base.data.sequence_length, encoder.max_positions))
-    return replace(base, encoder=encoder, generator=generator, objective=objective, data=data)
+    optim = base.optim
+    if optim.warmup_percent is None:
+        optim = replace(optim, warmup_percent=_REWARM)
+    changed = {"encoder": encoder, "generator": generator, "objective": objective, "data": data}
+    return replace(base, optim=optim, **changed)
 
 
 def _sharing(d: Network, g: Network) -> Sharing:

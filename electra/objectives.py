@@ -101,7 +101,12 @@ class SpecialIds(NamedTuple):
 
 
 class Objective(nn.Module):
-    """Base of all objectives: the networks, and forward(batch, rng) -> Losses."""
+    """Base of all objectives: the networks, and forward(batch, rng) -> Losses.
+
+    stage: joint trains all networks; generator and discriminator train one and leave the other.
+    """
+
+    stage: Literal["joint", "generator", "discriminator"] = "joint"
 
     def __init__(
         self,
@@ -124,7 +129,7 @@ class Objective(nn.Module):
         """Make the networks."""
 
     @abstractmethod
-    def predict(self, batch: Batch, rng: StepRng, *, training: bool) -> Predictions:
+    def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
         """Corrupt the batch and run the networks on it."""
 
     @abstractmethod
@@ -168,6 +173,11 @@ class Objective(nn.Module):
         return choose_positions(
             candidates, length, config.masked_slots, config.objective, rng, purpose
         )
+
+    def mask(self, batch: Batch, rng: StepRng) -> tuple[Positions, Tensor]:
+        """m, with m_i ~ unif{1, n} (B, M), and x_masked = REPLACE(x, m, [MASK]) (B, T)."""
+        m, o = self.choose(batch, rng), self.config.objective
+        return m, mask_tokens(batch.x, m, self.special.mask, self.vocab_size, o, rng)
 
     def attention_mask(self, batch: Batch) -> Tensor:
         """(B, T) bool, true on tokens."""
@@ -235,23 +245,19 @@ class Main(NamedTuple):
     loss: Tensor  # ()
     correct: Tensor  # () right answers
     scored: Tensor  # () of so many
-    each: Tensor  # (B, T) or (B, M), position by position
+    each: Tensor | None = None  # (B, T), token by token, where the loss is over tokens
 
 
 class WithGenerator(Objective):
-    """The part that objectives with a generator have in common: corrupting x, and the stages.
-
-    stage: joint trains both networks; generator and discriminator train one and leave the other.
-    """
+    """The part that objectives with a generator have in common: corrupting x, and the stages."""
 
     proposal: Tensor  # (V,) probabilities of a generator that is no network
 
     def build(self, frequencies: Tensor | None) -> None:
         config, vocab_size = self.config, self.vocab_size
         c, d, g = config.generator, config.encoder, config.generator_encoder
-        self.stage: Literal["joint", "generator", "discriminator"] = (
-            "discriminator" if c.frozen or c.kind != "network" else "joint"
-        )
+        if c.frozen or c.kind != "network":
+            self.stage = "discriminator"
         embeddings = Embeddings(d, vocab_size)
         own = Embeddings(d, vocab_size, embeddings) if c.sharing == "disentangled" else embeddings
         self.discriminator = Encoder(d, own, site=DISCRIMINATOR_SITES)
@@ -261,9 +267,8 @@ class WithGenerator(Objective):
                 embeddings = Embeddings(g, vocab_size)
             self.generator = self.build_generator(embeddings)
         else:
-            flat = c.kind == "uniform" or frequencies is None
-            p = torch.ones(vocab_size) if flat else frequencies
-            assert p is not None
+            counted = frequencies if c.kind == "unigram" else None
+            p = torch.ones(vocab_size) if counted is None else counted
             self.register_buffer("proposal", (p / p.sum()).float(), persistent=False)  # (V,)
         self.build_heads()
         self.generator_head = self.build_generator_head() if self.generator is not None else None
@@ -296,8 +301,7 @@ class WithGenerator(Objective):
 
     def corrupt(self, batch: Batch, rng: StepRng, *, training: bool) -> Corruption:
         c, x = self.config, batch.x
-        m = self.choose(batch, rng)  # (B, M)     m_i ~ unif{1, n}
-        x_masked = mask_tokens(x, m, self.special.mask, self.vocab_size, c.objective, rng)  # (B, T)
+        m, x_masked = self.mask(batch, rng)  # (B, M), (B, T)
         if self.fused and training:
             h, x_hat, guess = self.guess(x_masked, m, batch, rng)
             return Corruption(m, x_masked, h, h[:0], x_hat, replace(x, m, x_hat), guess)
@@ -340,10 +344,10 @@ class WithGenerator(Objective):
         return h, x_hat, Guess(nll.view_as(m.at), best.view_as(m.at))
 
     def generator_logits(self, h: Tensor) -> Tensor:
+        """(B, M, V) of the generator's states (B, M, D_G)."""
         assert self.generator is not None
         assert self.generator_head is not None
-        table = self.generator.embeddings.table("word")
-        return self.generator_head(h.flatten(0, 1), table).unflatten(0, h.shape[:2])
+        return self.generator_head(h, self.generator.embeddings.table("word"))
 
     @torch.no_grad()
     def sample(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng) -> Tensor:
@@ -397,10 +401,7 @@ class WithGenerator(Objective):
 
     def generator_alone(self, batch: Batch, rng: StepRng) -> Losses:
         """Stage one of two: the discriminator is not even computed."""
-        m = self.choose(batch, rng)
-        x_masked = mask_tokens(
-            batch.x, m, self.special.mask, self.vocab_size, self.config.objective, rng
-        )
+        m, x_masked = self.mask(batch, rng)
         _, g = self.propose(x_masked, m, batch, rng, training=True)
         mlm, correct = self.mlm_loss(g, m, batch)
         zero = torch.zeros_like(mlm.detach())
@@ -475,6 +476,7 @@ class Adversarial(ReplacedTokenDetection):
         self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
     ) -> Tensor:
         assert k.h is not None
+        assert main.each is not None
         reward = main.each.detach().gather(1, k.m.at)  # (B, M)
         z = wide(self.baseline(k.h.detach())).squeeze(-1)  # (B, M)
         proposal = self.proposal_logits(k.g, k.m, batch, rng)
@@ -497,13 +499,9 @@ class ReplaceMLM(WithGenerator):
 
     def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
         h = self.states_at(self.discriminator, k.x_corrupt, k.m, batch, rng, training=True)
-        table = self.discriminator.embeddings.table("word")
-        logits = self.main_head(h.flatten(0, 1), table)  # (B M, V)
-        original = batch.x.gather(1, k.m.at)  # (B, M)
-        nll = F.cross_entropy(wide(logits), original.flatten(), reduction="none").view_as(original)
-        right = (logits.argmax(-1).view_as(original) == original) & k.m.valid
-        loss = (nll * k.m.valid).sum() / batch.masked.clamp(min=1)
-        return Main(loss, right.sum(), k.m.valid.sum(), nll)
+        logits = self.main_head(h, self.discriminator.embeddings.table("word"))  # (B, M, V)
+        loss, right = self.mlm_loss(logits, k.m, batch)
+        return Main(loss, right, k.m.valid.sum())
 
 
 class AllTokensMLM(ReplacedTokenDetection):
@@ -617,13 +615,10 @@ class MaskedLM(Objective):
         return self.generator
 
     def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
-        c, x = self.config, batch.x
-        m = self.choose(batch, rng)  # (B, M)
-        x_masked = mask_tokens(x, m, self.special.mask, self.vocab_size, c.objective, rng)  # (B, T)
+        m, x_masked = self.mask(batch, rng)  # (B, M), (B, T)
         h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)  # (B, M, D)
-        table = self.generator.embeddings.table("word")
-        logits = self.generator_head(h.flatten(0, 1), table).unflatten(0, m.at.shape)  # (B, M, V)
-        return Predictions(m, x_masked, logits, x, None)
+        logits = self.generator_head(h, self.generator.embeddings.table("word"))  # (B, M, V)
+        return Predictions(m, x_masked, logits, batch.x, None)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
         p = self.predict(batch, rng, training=True)

@@ -91,25 +91,17 @@ class Adam:
         self.m, self.v = (torch.zeros_like(self.exchange.mine(self.master)).flatten() for _ in "mv")
         self.mean = torch.zeros_like(self.master) if config.average else None
         self._shadow = self.master[self._working].to(working_dtype)
-        for slot in self.slots:
-            parameter = named[slot.name]
-            slot.of(self.master).copy_(parameter.detach())
-            if id(parameter) in working:
-                slot = slot._replace(start=slot.start - bounds[1])
-                parameter.data = slot.of(self._shadow)
-            else:
-                parameter.data = slot.of(self.master)
-        self.parameters = [named[slot.name] for slot in self.slots]
         # Gradients of working copies are gathered in their own type, then widened all at once:
         # a list of mixed types would be copied tensor by tensor.
         self._half_grad = torch.zeros_like(self._shadow)
-        self._grads = [
-            slot._replace(start=slot.start - bounds[1]).of(self._half_grad)
-            if id(named[slot.name]) in working
-            else slot.of(self.grad)
-            for slot in self.slots
-        ]
-        self._is_half = [id(named[slot.name]) in working for slot in self.slots]
+        self.parameters = [named[slot.name] for slot in self.slots]
+        self._is_half = [id(parameter) in working for parameter in self.parameters]
+        self._grads: list[Tensor] = []
+        for slot, parameter, half in zip(self.slots, self.parameters, self._is_half, strict=True):
+            slot.of(self.master).copy_(parameter.detach())
+            own = slot._replace(start=slot.start - bounds[1]) if half else slot
+            parameter.data = own.of(self._shadow if half else self.master)
+            self._grads.append(own.of(self._half_grad if half else self.grad))
         self._groups, factors = self._by_rate(multipliers or {}, hidden)
         self._matrices = self._by_shape(multipliers or {}, hidden)
         self._factors = torch.tensor(factors, device=device)
@@ -295,13 +287,13 @@ class Adam:
             self._muon(ps, gs, ms, lr * (factor * c.muon_rate / c.learning_rate), divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-        if self.mean is not None:
-            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
-            self.mean.lerp_(self.master, weight)
         self.bad_steps += ~good & self.live
         self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
         torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
         self.exchange.hand_round(self.master)
+        if self.mean is not None:
+            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
+            self.mean.lerp_(self.master, weight)
         self._refresh()
         return norm
 
@@ -398,28 +390,20 @@ class Adam:
             buffers["average"] = self.mean
             if "model" in saved:
                 saved = {"average": saved["model"], **saved}
+        fix = "use the settings the checkpoint was made with"
         for key, own in buffers.items():
             if key not in saved:
                 continue
-            given = saved[key]
-            names = {slot.name for slot in self.slots}
-            if given.keys() != names:
-                odd = sorted(given.keys() ^ names)
-                raise CorruptError(
-                    f"Saved tensors do not fit this model: {', '.join(odd[:5])} …",
-                    where=f"checkpoint, {key}",
-                    fix="use the settings the checkpoint was made with",
-                )
+            given, where = saved[key], f"checkpoint, {key}"
+            if odd := sorted(given.keys() ^ {slot.name for slot in self.slots}):
+                what = f"Saved tensors do not fit this model: {', '.join(odd[:5])} …"
+                raise CorruptError(what, where=where, fix=fix)
             whole = own if len(own) == len(self.master) else torch.zeros(len(self.master))
             for slot in self.slots:
-                tensor = given[slot.name]
+                tensor, shape = given[slot.name], tuple(slot.shape)
                 if tensor.shape != slot.shape:
-                    raise CorruptError(
-                        f"{slot.name} has shape {tuple(tensor.shape)}, expected "
-                        f"{tuple(slot.shape)}.",
-                        where=f"checkpoint, {key}",
-                        fix="use the settings the checkpoint was made with",
-                    )
+                    what = f"{slot.name} has shape {tuple(tensor.shape)}, expected {shape}."
+                    raise CorruptError(what, where=where, fix=fix)
                 slot.of(whole).copy_(tensor)
             if whole is not own:
                 own.copy_(self.exchange.mine(whole).flatten())

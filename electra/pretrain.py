@@ -37,7 +37,6 @@ from .objectives import (
     Objective,
     ReplacedTokenDetection,
     SpecialIds,
-    WithGenerator,
     build_objective,
     disc_share,
 )
@@ -113,8 +112,7 @@ def _train(
         special,
         padded=batches.padded,
         frequencies=torch.from_numpy(counts),
-    )
-    objective = objective.to(runtime.device)
+    ).to(runtime.device)
     saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
     pauses = run.on_disk_full == "pause"
     early_warnings: list[str] = []
@@ -124,7 +122,7 @@ def _train(
     if runtime.is_main:
         runtime.agree(0.0)
     first_step, switch = saved.step if saved else 0, config.switch_step
-    if switch is not None and isinstance(objective, WithGenerator):
+    if switch is not None:
         objective.stage = "generator" if first_step <= switch else "discriminator"
     trainer = Trainer(objective, batches, config, runtime)
     seconds = lap = 0.0
@@ -165,8 +163,9 @@ def _train(
     if progress_at(first_step, seconds) >= 1.0 and not owes:
         return  # done before
     unigram = unigram_entropy(counts)
+    size = size_of(trainer.state())
     if saver is not None:
-        check_room(saver.directory, size_of(trainer.state()))
+        check_room(saver.directory, size)
     log = RunLog(
         out,
         active=runtime.is_main,
@@ -185,10 +184,14 @@ def _train(
         + (f", at most {run.minutes:g} minutes" if run.minutes else "")
         + f" · {runtime.describe()['device']}, {runtime.describe()['dtype']}"
     )
-    if config.optim.warmup_percent is None and config.optim.warmup_steps >= run.train_steps:
+    warn_of_warmup = config.optim.warmup_percent is None
+    if warn_of_warmup and config.optim.warmup_steps >= run.train_steps:
+        warn_of_warmup = False
         log.warn(_long_warmup(config))
     flops = matmul_flops_per_token(config, corpus.vocab_size)
     peak = runtimes.matmul_rate(runtime.device, runtime.dtype) * runtime.world
+
+    told = -math.inf
 
     def wait_for_room(full: DiskFull) -> None:
         """In the thread that saves: until there may be room, unless the run is to stop."""
@@ -204,7 +207,6 @@ def _train(
             if shutil.disk_usage(out).free >= size:
                 return
 
-    told, size = -math.inf, size_of(trainer.state())
     if saver is not None and pauses:
         saver.on_full = wait_for_room
 
@@ -212,7 +214,7 @@ def _train(
         # All wait together: one that waits alone would look frozen to the others.
         while runtime.any(saver is not None and saver.is_busy):
             time.sleep(0.05)
-        trainer.optimizer.collect()
+        trainer.collect()
         if saver is not None:
             saver.save(step, trainer.state(), {"seconds": clock.read(), "lap": clock.lap_start})
 
@@ -242,7 +244,6 @@ def _train(
         return True
 
     step, progress = first_step, progress_at(first_step, seconds)
-    warn_of_warmup = config.optim.warmup_percent is None
     clock = Clock(seconds, lap_start=lap)
     try:
         if not runtime.any(stop()):
@@ -264,7 +265,7 @@ def _train(
                     progress = progress_at(step, seconds)
                     if progress >= 1.0:  # the clock ends the run between two lines
                         if step > first_step and step % run.log_every:
-                            _log_training(trainer, log, clock, config, step, 1.0, flops, peak)
+                            _log_training(trainer, log, clock, step, 1.0, flops, peak)
                         break
                     total = float(run.train_steps)
                     if run.minutes and step > 0:  # the clock may end the run first
@@ -286,7 +287,7 @@ def _train(
 
                 # Once in a while: look, judge, save.
                 if step % run.log_every == 0 or progress >= 1.0:
-                    _log_training(trainer, log, clock, config, step, progress, flops, peak)
+                    _log_training(trainer, log, clock, step, progress, flops, peak)
                 if step % run.eval_every == 0 and progress < 1.0:
                     with clock.paused():
                         held_out(step, progress)
@@ -322,6 +323,7 @@ class Meter:
 
     def __post_init__(self) -> None:
         self._losses = torch.zeros_like(self.sums[:6])  # of the step under way
+        self.shares = (self.sums[:5], self.sums[-1:])  # what is of this process
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
@@ -349,8 +351,8 @@ class Trainer:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
         self.idle = objective.idle()
-        is_second = getattr(objective, "stage", "joint") == "discriminator"
-        self.first_step = config.switch_step or 0 if is_second else 0  # that the optimizer makes
+        # The first step that this optimizer makes: the second of two stages has one of its own.
+        self.first_step = (config.switch_step or 0) if objective.stage == "discriminator" else 0
         self.optimizer = Adam(
             objective,
             config.optim,
@@ -426,6 +428,7 @@ class Trainer:
         if self.config.objective.disc_start_percent:
             share = self.shares.index_select(0, self.slot.view(1))[0]
             batch = batch._replace(disc_share=share)
+            self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
         rng = StepRng(self.seed, self.counter, self.row[rows])
         parameters, idle = self.optimizer.parameters, bool(self.idle)
         if GENERATOR_STREAM:
@@ -479,7 +482,7 @@ class Trainer:
     @property
     def may_stop(self) -> bool:
         """Whether all processes are at the same place and can agree on stopping."""
-        return self.runtime.world == 1 or self._left == 0
+        return self.runtime.world == 1 or self.needs_block
 
     def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
         """Bring the batches, learning rates and shares of λ of the next steps to the device."""
@@ -507,7 +510,6 @@ class Trainer:
 
         Other parameters move from here on, so the optimizer is a new one.
         """
-        assert isinstance(self.objective, WithGenerator)
         weights = {name: t.clone() for name, t in self.optimizer.state()["model"].items()}
         if self.config.objective.stage_two == "copy":
             for name in [name for name in weights if name.startswith("discriminator.")]:
@@ -520,7 +522,8 @@ class Trainer:
         second.counter.copy_(self.counter)
         second.meter.sums.copy_(self.meter.sums)
         for name, counter in second.optimizer.counters().items():
-            counter.copy_(self.optimizer.counters()[name])
+            if not name.startswith("good"):  # norms of another loss judge none of these
+                counter.copy_(self.optimizer.counters()[name])
         second.record()
         return second
 
@@ -552,6 +555,13 @@ class Trainer:
             tensor.copy_(value)
         self._left = 0
 
+    def collect(self) -> None:
+        """Before `state` on the main process, on all of them: it gets what each has a share of."""
+        self.optimizer.collect()
+        for share in self.meter.shares:
+            self.runtime.sum_(share)
+            share.mul_(self.runtime.is_main)  # the others go on from nothing
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Tensors of a checkpoint, by file."""
         state = self.optimizer.state()
@@ -573,6 +583,8 @@ class Trainer:
         )
         meter = optimizer["meter"]  # written before "scored" was counted, it is shorter
         self.meter.sums[: len(meter)].copy_(meter)
+        for share in self.meter.shares:
+            share.mul_(self.runtime.is_main)
         for name, counter in self.optimizer.counters().items():
             if name in optimizer:  # early checkpoints have only bad_steps
                 counter.copy_(optimizer[name])
@@ -635,18 +647,16 @@ def _log_training(
     trainer: Trainer,
     log: RunLog,
     clock: Clock,
-    config: PretrainConfig,
     step: int,
     progress: float,
     flops: float,
     peak: float,
 ) -> None:
     """Averages since the last call, to the metrics and the terminal; stops a run that is broken."""
-    # Losses and counts are this process's share; lengths of the batch and the norm are global.
-    parts = trainer.meter.sums.clone()
-    trainer.runtime.sum_(parts[:5])
-    trainer.runtime.sum_(parts[-1:])
-    sums = dict(zip(Meter.FIELDS, parts.tolist(), strict=True))
+    config = trainer.config
+    for share in trainer.meter.shares:
+        trainer.runtime.sum_(share)
+    sums = dict(zip(Meter.FIELDS, trainer.meter.sums.tolist(), strict=True))
     bad, in_a_row = int(trainer.optimizer.bad_steps), int(trainer.optimizer.worst_in_a_row)
     trainer.optimizer.worst_in_a_row.zero_()
     trainer.meter.sums.zero_()
@@ -716,7 +726,7 @@ class Clock:
         return self._seconds + running
 
     @contextlib.contextmanager
-    def paused(self) -> Any:
+    def paused(self) -> Generator[None]:
         self.__exit__()
         try:
             yield

@@ -77,10 +77,10 @@ class SeededDropout:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._default = torch.default_generator
+        self._default = self._own = torch.default_generator
         if device.type == "cuda":
             self._default = torch.cuda.default_generators[device.index or 0]
-        self._own = self._default.clone_state() if device.type == "cuda" else self._default
+            self._own = self._default.clone_state()
 
     def seed(self, seed: int, step: int) -> None:
         """Make the draws that follow those of this step."""

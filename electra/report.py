@@ -153,7 +153,7 @@ def read_pretraining(path: Path, title: str) -> _Run:
                 key: [
                     (m["step"], m[key])
                     for m in metrics
-                    if m["kind"] == kind and key in m and _is_finite(m[key])
+                    if m["kind"] == kind and _is_finite(m.get(key))
                 ]
                 for key in (*_CURVES, *_HEALTH)
             }

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import __version__
-from .card import flat, training_facts
+from .card import training_facts
+from .config import flat
 from .report import Panel, Section, code, draw, table
 
 _INK = "#010203"  # of text and axes in a picture, which become the reader's own

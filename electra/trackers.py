@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from .config import flat
 from .errors import ElectraError
 from .files import json_bytes, read_json, write_atomic
 
@@ -103,13 +104,6 @@ def _identity(directory: Path) -> str:
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        pairs: dict[str, Any] = {}
-        for key, value in values.items():
-            inner = flat(value, f"{prefix}{key}.") if isinstance(value, dict) else None
-            pairs |= {f"{prefix}{key}": value} if inner is None else inner
-        return pairs
-
     return flat(read_json(directory / "config.json"))
 
 

@@ -24,6 +24,7 @@ from electra.config import PretrainConfig, to_dict
 from electra.corpus import Corpus
 from electra.errors import CorruptError, ElectraError
 from electra.flops import matmul_flops_per_token
+from electra.optim import learning_rate
 from electra.plan import make_plan
 from electra.pretrain import pretrain
 from electra.recipes import masked_lm, recipe
@@ -169,6 +170,7 @@ def test_the_warm_up_keeps_its_share_of_fewer_steps(tmp_path: Path) -> None:
         ("x.toml", "[objective]\nalgorithm = 'adversarial'", "these are rtd, adversarial"),
         ("x.toml", "[run]\nminutes = 3", "which minutes do not tell"),
         ("smal", "", "did you mean 'small'"),
+        ("x.json", '{"name": ["tiny"]}', "['tiny'] is not str"),
     ],
 )
 def test_what_is_not_electra_is_no_start(
@@ -196,6 +198,9 @@ def test_the_rows_of_a_file_change_what_they_name(tmp_path: Path) -> None:
     assert rows["two, three"] == ablate.change(start, **both)
     with pytest.raises(ElectraError, match="minutes"):
         ablate.make_grid(str(file), start, VOCABULARY, "flops")
+    file.write_text("[a]\noptim.warmup_steps = 8\n")  # no file can take back the share of a base
+    optim = ablate.make_grid(str(file), start, VOCABULARY, "steps")["a"].optim
+    assert learning_rate(optim, 3, 3 / 40, 40) == optim.learning_rate / 2
 
 
 @pytest.mark.parametrize(
@@ -207,6 +212,7 @@ def test_the_rows_of_a_file_change_what_they_name(tmp_path: Path) -> None:
         ("[a]\noptim.beta3 = 1", "did you mean 'beta2'"),
         ("[a]\noptim.beta2 = 'x'", "'x' is not float"),
         ("[a", "not valid TOML"),
+        ("", "no row"),
     ],
 )
 def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, content: str, reason: str) -> None:
@@ -383,6 +389,21 @@ def test_a_cell_that_is_done_starts_no_process(
     assert "| `ELECTRA` | 1 of 1 |" in capsys.readouterr().out
     assert cli.run([*command, "--tuning-seeds", "3"]) == 2  # there is more to do now
     assert started == ["BERT", "ELECTRA"]
+
+
+def test_a_finished_cell_whose_run_json_is_gone_is_named(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shutil.copytree(done.out, tmp_path / "out")
+    record = out / "electra" / "seed-7" / "pretrain" / "run.json"
+    record.unlink()
+    assert cli.run(arguments(settings, corpus, folder, out)) == 3
+    assert str(record) in capsys.readouterr().err.replace("\n", "")
 
 
 @pytest.mark.parametrize(

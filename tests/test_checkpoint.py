@@ -289,6 +289,28 @@ def test_the_copy_is_taken_at_once(tmp_path: Path) -> None:
     assert_is(load_newest(tmp_path), 4)
 
 
+def test_threads_take_short_turns_while_a_save_is_written_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, during = sys.getswitchinterval(), list[float]()
+
+    def write(*_: Any) -> Path:
+        during.append(sys.getswitchinterval())
+        if len(during) == 2:
+            raise OSError(5, "no such luck")
+        return tmp_path
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    saver = Saver(tmp_path, keep=2)
+    saver.save(4, tensors(4), {})
+    saver.wait()
+    saver.save(8, tensors(8), {})
+    with pytest.raises(OSError, match="luck"):
+        saver.wait()
+    assert max(during) < before / 10
+    assert sys.getswitchinterval() == before
+
+
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     saver = Saver(tmp_path, keep=2)
     for step in (4, 8, 12, 16):

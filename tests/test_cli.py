@@ -390,6 +390,27 @@ def test_the_learning_rate_restarts_with_a_short_warmup(
     assert stored["optim.warmup_percent"] == str(kept)
 
 
+def test_a_warm_up_in_steps_is_not_hidden_by_a_share(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The recipe `tiny` has one of 10 %."""
+    file, whole = tmp_path / "a.toml", tmp_path / "whole.toml"
+    file.write_text("[optim]\nwarmup_steps = 5\n")
+    whole.write_text("[optim]\nwarmup_steps = 5\nwarmup_percent = 3.0\n")
+    for more, expected in (
+        ((), ("10.0", "10000")),
+        (("--optim.warmup-steps", "7"), ("None", "7")),
+        (("--config", file), ("None", "5")),
+        (("--config", whole), ("3.0", "5")),
+        (("--config", whole, "--optim.warmup-steps", "7"), ("None", "7")),
+        (("--config", file, "--optim.warmup-percent", "1"), ("1.0", "5")),
+    ):
+        capsys.readouterr()
+        assert electra("pretrain", "tiny", "--out", tmp_path / "x", "--dry-run", *more) == 0
+        shown = dict(line.split(" = ") for line in capsys.readouterr().out.splitlines())
+        assert (shown["optim.warmup_percent"], shown["optim.warmup_steps"]) == expected
+
+
 def test_other_settings_on_the_same_directory_are_listed(
     capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,19 @@ def test_a_generator_of_a_broken_size_is_refused(width: float) -> None:
     with pytest.raises(ElectraError) as caught:
         _ = config.generator_encoder
     assert "generator.width" in caught.value.where
+
+
+@pytest.mark.parametrize(("layers", "proposed"), [(12, ["1/4", "1/2"]), (6, ["1/2"]), (3, ["1"])])
+def test_the_fraction_that_is_proposed_gives_a_whole_size(layers: int, proposed: list[str]) -> None:
+    config = PretrainConfig(
+        encoder=EncoderConfig(layers=layers), generator=GeneratorConfig(depth=0.7)
+    )
+    with pytest.raises(ElectraError) as caught:
+        _ = config.generator_encoder
+    assert caught.value.fix.endswith(f"such as {' or '.join(proposed)}")
+    for fraction in proposed:
+        generator = GeneratorConfig(depth=float(Fraction(fraction)))
+        assert replace(config, generator=generator).generator_encoder.layers
 
 
 def test_a_third_is_understood_from_its_decimals() -> None:

@@ -275,10 +275,9 @@ def forced_to_be_right(config: PretrainConfig, x: Tensor) -> ReplacedTokenDetect
     class Knows(nn.Module):
         def forward(self, h: Tensor, table: Tensor) -> Tensor:
             del table
-            rows = h.shape[0] // len(x)
             m = objective.choose(batch_of(x), rng(rows=len(x)))
-            assert m.at.shape[1] == rows
-            return nn.functional.one_hot(x.gather(1, m.at).flatten(), V).float() * 200
+            assert m.at.shape == h.shape[:2]
+            return nn.functional.one_hot(x.gather(1, m.at), V).float() * 200
 
     objective = ReplacedTokenDetection(config, V, SPECIAL)
     objective.generator_head = Knows()  # pyright: ignore

@@ -71,7 +71,9 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
             signal.raise_signal(signal.SIGTERM)
 
     sharded = with_run(config, sharding="optimizer")
-    for name, before in (("stopped", sharded), ("stopped-whole", config)):
+    rare = with_run(config, log_every=5)  # a line that spans the stop
+    rare_sharded = with_run(sharded, log_every=5)
+    for name, before in (("stopped", rare_sharded), ("stopped-whole", rare)):
         Trainer.step, done[0] = signalled, 0
         try:
             pretrain(before, corpus, work / "runs" / name, quiet=True)
@@ -85,10 +87,8 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
             work / "runs" / "stopped" / "checkpoints" / "step-00000006" / "model.safetensors", 99
         )
     dist.barrier()
-    pretrain(
-        config, corpus, work / "runs" / "stopped", quiet=True
-    )  # the newest checkpoint is damaged
-    pretrain(sharded, corpus, work / "runs" / "stopped-whole", quiet=True)
+    pretrain(rare, corpus, work / "runs" / "stopped", quiet=True)  # the newest one is damaged
+    pretrain(rare_sharded, corpus, work / "runs" / "stopped-whole", quiet=True)
 
     # In one piece after the backward pass, and what of the pieces leaves during it.
     exchange.PIECES, pieces = 1, exchange.PIECES
@@ -176,7 +176,7 @@ def config_of_pair() -> PretrainConfig:
             "init": "local",
         },
         "generator": {"width": 0.5},
-        "optim": {"learning_rate": 3e-3, "warmup_percent": 10.0},
+        "optim": {"learning_rate": 3e-3, "warmup_percent": 10.0, "average": 0.9},
         "data": {"sequence_length": 23, "batch_size": 8},
         "run": {
             "train_steps": STEPS,
@@ -198,6 +198,13 @@ def single(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def rare_lines(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("rare") / "run"
+    pretrain(with_run(config_of_pair(), log_every=5), corpus, out, quiet=True)
+    return out
+
+
 def assert_close_runs(a: Path, b: Path) -> None:
     one, two = ([m for m in read_metrics(out) if m["kind"] in ("train", "eval")] for out in (a, b))
     assert [(m["kind"], m["step"]) for m in one] == [(m["kind"], m["step"]) for m in two]
@@ -208,8 +215,9 @@ def assert_close_runs(a: Path, b: Path) -> None:
     first, other = load_newest(a / "checkpoints"), load_newest(b / "checkpoints")
     assert first is not None
     assert other is not None
-    for name, tensor in first.tensors["model"].items():
-        torch.testing.assert_close(tensor, other.tensors["model"][name], rtol=1e-3, atol=1e-4)
+    for file in ("model", "average"):
+        for name, tensor in first.tensors[file].items():
+            torch.testing.assert_close(tensor, other.tensors[file][name], rtol=1e-3, atol=1e-4)
 
 
 def test_two_processes_train_like_one(pair: Path, single: Path) -> None:
@@ -238,11 +246,13 @@ def test_gradients_leave_in_pieces_during_the_backward_pass_with_the_same_sum(pa
             assert torch.equal(tensor, at_once.tensors[file][name]), (file, name)
 
 
-def test_shares_of_the_moments_train_like_whole_ones(pair: Path, single: Path) -> None:
+def test_shares_of_the_moments_train_like_whole_ones(
+    pair: Path, single: Path, rare_lines: Path
+) -> None:
     """Gathered in micro-batches besides; stopped with whole moments and continued with shares."""
-    for name in ("sharded", "stopped-whole"):
-        assert_close_runs(pair / "runs" / name, single)
-        saved, alone = (load_newest(r / "checkpoints") for r in (pair / "runs" / name, single))
+    for name, like in (("sharded", single), ("stopped-whole", rare_lines)):
+        assert_close_runs(pair / "runs" / name, like)
+        saved, alone = (load_newest(r / "checkpoints") for r in (pair / "runs" / name, like))
         assert saved is not None
         assert alone is not None
         for key, tensor in alone.tensors["optimizer"].items():
@@ -253,14 +263,14 @@ def test_shares_of_the_moments_train_like_whole_ones(pair: Path, single: Path) -
 
 
 def test_both_stop_when_one_is_asked_and_a_damaged_checkpoint_is_set_aside_once(
-    pair: Path, single: Path
+    pair: Path, rare_lines: Path
 ) -> None:
     """Stopped with shares of the moments, continued with whole ones."""
     for name in ("stopped-0", "stopped-1", "stopped-whole-0", "stopped-whole-1"):
         assert (pair / name).exists()
     aside = [p.name for p in (pair / "runs" / "stopped" / "checkpoints").glob("damaged-*")]
     assert aside == ["damaged-step-00000006"]
-    assert_close_runs(pair / "runs" / "stopped", single)
+    assert_close_runs(pair / "runs" / "stopped", rare_lines)
 
 
 def test_not_a_number_in_one_process_stops_the_step_in_all(pair: Path) -> None:
@@ -287,13 +297,13 @@ def test_a_batch_that_cannot_be_split_is_refused_by_both(pair: Path) -> None:
 
 
 def test_torchrun_starts_a_run_that_one_process_finishes(
-    corpus: Corpus, tmp_path: Path, single: Path
+    corpus: Corpus, tmp_path: Path, rare_lines: Path
 ) -> None:
     """Two processes, with shares of the moments, die in the middle of a save; a single one goes on
     from what is there."""
     out = tmp_path / "run"
     config = tmp_path / "pair.json"
-    config.write_bytes(json_bytes(to_dict(config_of_pair())))
+    config.write_bytes(json_bytes(to_dict(with_run(config_of_pair(), log_every=5))))
     arguments = ["pretrain", "--config", str(config), "--corpus", str(corpus.path)]
     arguments += ["--out", str(out), "--quiet"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -314,7 +324,7 @@ def test_torchrun_starts_a_run_that_one_process_finishes(
         timeout=120,
     )
     assert finished.returncode == 0, finished.stderr
-    assert_close_runs(out, single)
+    assert_close_runs(out, rare_lines)
 
 
 # ---------------------------------------------------------------------- one of two is lost

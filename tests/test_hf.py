@@ -452,7 +452,8 @@ def test_training_continues_from_an_export(
     hf.export(objective, config, vocabulary, tmp_path / "out")
     pretrained = hf.load_pretrained(tmp_path / "out")
     base = replace(PretrainConfig(), data=config.data)
-    assert hf.config_of(pretrained, base) == config
+    warm = replace(config.optim, warmup_percent=6.0)
+    assert hf.config_of(pretrained, base) == replace(config, optim=warm)
     state = hf.initial_state(pretrained, config, pretrained.network("generator").vocab_size)
     assert state.notes == ()
     assert_equal_state(state.parameters, objective)
@@ -465,7 +466,8 @@ def test_a_missing_network_starts_from_new_weights(exported: Path, vocabulary: P
     fresh = dict(build_objective(config, size, SpecialIds(*range(5))).named_parameters())
 
     alone = hf.load_pretrained(exported / "discriminator")
-    assert hf.config_of(alone, config) == config
+    warm = replace(config.optim, warmup_percent=6.0)
+    assert hf.config_of(alone, config) == replace(config, optim=warm)
     parameters, notes = hf.initial_state(alone, config, size)
     assert "no generator" in notes[0]
     for name, trained in objective.named_parameters():

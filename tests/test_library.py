@@ -151,13 +151,16 @@ def test_training_can_start_from_a_model(made: Made, tmp_path: Path) -> None:
     settings = {"run": SETTINGS["run"] | {"train_steps": 1}, "data": SETTINGS["data"]}
     optim = {"learning_rate": 1e-12}
     made.model.export(tmp_path / "model")
-    electra.train(
-        "tiny", made.corpus, tmp_path / "run", init=tmp_path / "model", optim=optim, **settings
-    )
+    start = tmp_path / "model"
+    electra.train("tiny", made.corpus, tmp_path / "run", init=start, optim=optim, **settings)
+    electra.train("small", made.corpus, tmp_path / "small", init=start, **settings)
     a, b = (hf.load_encoder(tmp_path / name) for name in ("run", "model"))
     for name, tensor in a.tensors.items():
         torch.testing.assert_close(tensor, b.tensors[name], rtol=0, atol=1e-6)
     assert json.loads((tmp_path / "run" / "run.json").read_bytes())["init"].endswith("model")
+    # As the command does, which has the warm-up of a million steps in a share of these.
+    used = json.loads((tmp_path / "small" / "config.json").read_bytes())
+    assert used["optim"]["warmup_percent"] == 6.0
 
 
 def test_detect_embed_and_encode_are_those_of_the_commands(made: Made) -> None:

@@ -136,7 +136,7 @@ def test_only_masked_positions_reach_the_vocabulary(monkeypatch: pytest.MonkeyPa
     for kind in ("rtd", "mlm"):
         config = settings(objective_kind=kind)
         built(config)(batch_of(config), rng())
-    assert seen == [(B * config.masked_slots, V)] * 2
+    assert seen == [(B, config.masked_slots, V)] * 2
     assert config.masked_slots == 6
 
 

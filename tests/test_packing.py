@@ -126,6 +126,12 @@ def test_blocks_processes_and_the_resident_tokens_give_the_same_rows(
     assert float(batch.masked) == sum(-(-15 * n // 100) for n in whole.length[1].flatten().tolist())
 
 
+def test_more_examples_than_fit_take_no_room(micro: PretrainConfig, short: Corpus) -> None:
+    config = packed(micro, most=10**12)
+    block = Batches(short.train, config, runtime()).block(0, 1)
+    assert block.length.shape[-1] == config.data.sequence_length
+
+
 def test_full_rows_stay_as_they_are(micro: PretrainConfig, corpus: Corpus) -> None:
     pair = [Batches(corpus.train, c, runtime()).block(0, 3) for c in (micro, packed(micro))]
     assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))

@@ -20,6 +20,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from electra import optim as optimizer
 from electra import pretrain as loop
 from electra.batches import Batches
 from electra.checkpoint import load_newest
@@ -383,6 +384,22 @@ def test_a_run_that_the_clock_ends_is_logged_to_its_end(
     assert line["step"] == load_run(tmp_path / "run").step > 0
     assert line["seconds"] >= 0.3
     assert "| finished |" in report([tmp_path / "run"])
+
+
+@pytest.mark.parametrize("minutes", [None, 5.0])
+def test_a_warm_up_that_outlasts_the_run_is_told_once(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: float | None,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(loop.RunLog, "warn", lambda _, text: told.append(text))
+    optim = replace(micro.optim, warmup_percent=None, warmup_steps=100)
+    config = with_run(replace(micro, optim=optim), train_steps=20, minutes=minutes)
+    pretrain(config, corpus, tmp_path, quiet=True)
+    assert sum("the warm-up of 100 steps is longer than this run" in text for text in told) == 1
 
 
 def test_seconds_go_on_counting_after_a_resume(
@@ -778,6 +795,29 @@ def test_a_spike_is_left_out_and_its_rule_survives_a_resume(
             pretrain(config, corpus, tmp_path / "parts", quiet=True)
     pretrain(config, corpus, tmp_path / "parts", quiet=True)
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("way", ["two stages", "head start"])
+def test_gradients_of_another_loss_are_no_spikes(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    """L_Disc has 50 times the weight of L_MLM and comes late here."""
+    monkeypatch.setattr(optimizer, "_WINDOW", 16)
+    objective, generator = replace(micro.objective, disc_start_percent=40.0), micro.generator
+    if way == "two stages":
+        objective = replace(micro.objective, algorithm="two_stage", stage_two="fresh")
+        generator = replace(generator, sharing="none")
+    config = with_run(micro, train_steps=60, eval_every=60, save_every=60)
+    skipping = replace(config.optim, skip_spikes=True)
+    config = replace(config, optim=skipping, objective=objective, generator=generator)
+    pretrain(config, corpus, tmp_path, quiet=True)
+    train = [m for m in metrics(tmp_path) if m["kind"] == "train"]
+    assert [m["spikes"] for m in train] == [0] * 60
+    assert train[-1]["grad_norm"] > 5 * train[20]["grad_norm"]
 
 
 # ---------------------------------------------------------------------- no memory
