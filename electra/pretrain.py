@@ -410,12 +410,12 @@ class Trainer:
             if many:
                 found.append((losses, grads))
             else:
-                self.collect(losses, grads, i)
+                self.take_in(losses, grads, i)
         if here is not None:
             for stream in self.streams.values():
                 here.wait_stream(stream)
             for i, (losses, grads) in enumerate(found):
-                self.collect(losses, grads, i)
+                self.take_in(losses, grads, i)
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
         self.meter.add_step(self.block.counts(self.slot, self.config), norm)
@@ -465,7 +465,7 @@ class Trainer:
             stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
-    def collect(self, losses: Losses, grads: Sequence[Tensor], i: int) -> None:
+    def take_in(self, losses: Losses, grads: Sequence[Tensor], i: int) -> None:
         self.meter.add_losses(losses)
         if i == len(self.micro_batches) - 1:
             # of all processes: losses are shares of the global mean, so they add up
