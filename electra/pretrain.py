@@ -37,6 +37,7 @@ from .objectives import (
     Objective,
     ReplacedTokenDetection,
     SpecialIds,
+    WithGenerator,
     build_objective,
     disc_share,
 )
