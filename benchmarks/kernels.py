@@ -260,9 +260,7 @@ def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
         if not config:
             out = fused.block_backward(dy, x, mask, list(weights), kept[True], 1)
             return out[:5]
-        streamed = "FEED" in config
-        backward = kernels.layer_backward_streamed if streamed else kernels.layer_backward
-        dx, sums, _ = backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
+        dx, sums, _ = kernels.layer_backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
         parts = sums.split([w.numel() for w in weights])
         return dx, *(g.view_as(w) for g, w in zip(parts[:8:2], weights[:8:2], strict=True))
 
@@ -345,7 +343,7 @@ LN_BACKS = [
     LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
     LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
 ]
-STREAMED = kernels.LAYER_BACKWARD_STREAMED
+LAYER_BACK = kernels.LAYER_BACKWARD
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
@@ -418,21 +416,18 @@ ENTRIES = {
         layer_backward,
         LAYERS,
         (2, 20, 16),
-        [{}, kernels.LAYER_BACKWARD, STREAMED],
-        compiled=False,
-    ),
-    "layer backward, streamed": Entry(
-        layer_backward,
-        LAYERS,
-        (2, 20, 16),
         [
-            STREAMED | {kernel: STREAMED[kernel] | change}
-            for kernel, change in (
-                ("FEED", {"maxnreg": None}),
-                ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": None}),
-                ("ATTEND", {"maxnreg": None}),
-                ("WEIGHTS", {"STRIPS": 66}),
-            )
+            {},
+            LAYER_BACK,
+            *(
+                LAYER_BACK | {kernel: LAYER_BACK[kernel] | change}
+                for kernel, change in (
+                    ("FEED", {"maxnreg": None}),
+                    ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": None}),
+                    ("ATTEND", {"maxnreg": None}),
+                    ("WEIGHTS", {"STRIPS": 66}),
+                )
+            ),
         ],
         compiled=False,
     ),

@@ -4,9 +4,9 @@
 
 Every variant is a process of its own: they compile side by side, and take turns on the device by a
 lock when they measure. A variant is settings of the run (dotted, as on the command line), of
-torch's inductor, and of `fused` and the configurations of `kernels`; the table at the end has
-tokens per second and the seconds until the first step, and for `--profile` the kernels by kind of
-`plain`, `kernels` and the variants of `fused`.
+torch's inductor, and of `fused`; the table at the end has tokens per second and the seconds until
+the first step, and for `--profile` the kernels by kind of `plain`, `kernels` and the variants of
+`fused`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from typing import Any
 import torch
 import tyro
 
-from electra import fused, pretrain
-from electra import kernels as kernel_configs
+from electra import fused
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
@@ -43,22 +42,8 @@ GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
-    "streamed": {"settings": KERNELS, "fused": {"ON_CHIP": 0}},
-    "on chip": {"settings": KERNELS, "fused": {"ON_CHIP": 10**9}},
     "kept": {"settings": KERNELS, "fused": {"KEPT": 2**40}},
     "computed again": {"settings": KERNELS, "fused": {"KEPT": 0}},
-    "four heads": {  # one program after the other, the next head under way
-        "settings": KERNELS,
-        "configs": {"ATTENTION_BACKWARD": {"HEADS": 4, "STAGES": 2, "maxnreg": None}},
-    },
-    "product stream": {"settings": KERNELS, "fused": {"PRODUCT_STREAM": True}},
-    "generator stream": {"settings": KERNELS, "pretrain": {"GENERATOR_STREAM": True}},
-    "both streams": {
-        "settings": KERNELS,
-        "fused": {"PRODUCT_STREAM": True},
-        "pretrain": {"GENERATOR_STREAM": True},
-    },
-    "halves": {"settings": KERNELS, "halves": {"of": 2}, "pretrain": {"MICRO_STREAMS": True}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -146,11 +131,8 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
-    for module in (fused, pretrain):
-        for key, value in variant.get(module.__name__.split(".")[-1], {}).items():
-            setattr(module, key, value)
-    for key, value in variant.get("configs", {}).items():
-        getattr(kernel_configs, key).update(value)
+    for key, value in variant.get("fused", {}).items():
+        setattr(fused, key, value)
     corpus = Corpus.open(a.corpus)
     config = changed(
         recipe(a.recipe),
@@ -160,7 +142,6 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             "data.batch_size": batch,
             "run.kernels": "no",
             **variant.get("settings", {}),
-            **({"data.micro_batch": batch // 2} if "halves" in variant else {}),
         },
     )
     runtime = runtimes.start(config.run)
@@ -170,7 +151,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and (name in ("plain", "kernels") or "fused" in variant or "stream" in name)
+    look = a.profile and (name in ("plain", "kernels") or "fused" in variant)
     row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
     return {"variant": name, "batch": batch, **row}
 

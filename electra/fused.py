@@ -15,7 +15,6 @@ hold this file against it.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -30,9 +29,6 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 # batch 128 gains 0.8 % by act for 0.4 GiB. With batch 1,024 both would be 3.7 GiB, so they are
 # computed again.
 KEPT = 2**26
-# Sequences: up to two for every multiprocessor, the gradients of a whole layer's weights are summed
-# on chip; of more, what they are made of is written out.
-ON_CHIP = 264
 
 
 def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
@@ -47,19 +43,6 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
     return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
-
-
-PRODUCT_STREAM = False  # the gradients of the matrices on a stream of their own
-_streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
-
-
-def _beside() -> Any:
-    if not PRODUCT_STREAM:
-        return contextlib.nullcontext()
-    here = torch.cuda.current_stream()
-    stream = _streams.setdefault(here, torch.cuda.Stream())
-    stream.wait_stream(here)
-    return torch.cuda.stream(stream)
 
 
 # All twelve tensors of a block, in this order, are `weights`:
@@ -129,32 +112,21 @@ def block_backward(
     ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
     again = act.numel() == 0
     dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
-    with _beside():
-        dw2 = ds2.t() @ act
-    if not PRODUCT_STREAM:
-        del act  # the largest there are: gone before attention's gradients come
+    dw2 = ds2.t() @ act
+    del act  # the largest there are: gone before attention's gradients come
     h = torch.empty_like(s1) if again else h
     ds1, norm1 = kernels.add_norm_backward(
         dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None
     )
-    with _beside():
-        dw1 = dpre.t() @ h
-        dwo = ds1.t() @ o
-    if not PRODUCT_STREAM:
-        del dpre
+    dw1 = dpre.t() @ h
+    del dpre
+    dwo = ds1.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
     dqkv, projected = kernels.attention_backward(packed, mask, (ds1 @ wo).view(B, T, D))
     dqkv = dqkv.view(B * T, 3 * D)
-    with _beside():
-        dwqkv = dqkv.t() @ x
-    if PRODUCT_STREAM:  # ds1 is still being read
-        dx = torch.addmm(ds1, dqkv, wqkv).view(B, T, D)
-    else:
-        dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
-    sums = kernels.column_sums([norm2, norm1, projected, inner], x.dtype)
-    if PRODUCT_STREAM:
-        torch.cuda.current_stream().wait_stream(_streams[torch.cuda.current_stream()])
-    return dx, dwqkv, dwo, dw1, dw2, *sums
+    dwqkv = dqkv.t() @ x
+    dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
+    return dx, dwqkv, dwo, dw1, dw2, *kernels.column_sums([norm2, norm1, projected, inner], x.dtype)
 
 
 @block_backward.register_fake
@@ -194,7 +166,7 @@ def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
 block.register_autograd(_backward, setup_context=_keep)
 
 
-# The same for layers that fit on one multiprocessor: one kernel forward, two or three backward.
+# The same for layers that fit on one multiprocessor: one kernel forward, four backward.
 
 
 def stays_on_chip(x: Tensor, config: EncoderConfig) -> bool:
@@ -226,9 +198,7 @@ def layer_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of all weights in one, in float32 and in the working type."""
-    few = len(x) <= ON_CHIP
-    backward = kernels.layer_backward if few else kernels.layer_backward_streamed
-    return backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
+    return kernels.layer_backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
 
 
 @layer_backward.register_fake

@@ -51,13 +51,9 @@ GELU_BACKWARD: Config = {
     "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 3, "num_warps": 4
 }  # fmt: skip
 LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
+# Its weights' gradients, summed on chip, would fill the registers: one program on a multiprocessor
+# would wait for itself. What they are made of, written out, leaves room for several.
 LAYER_BACKWARD: Config = {
-    "PARTS": 2, "PROGRAMS": 132, "STAGES": 1, "num_warps": 8, "num_stages": 1
-}  # fmt: skip
-
-# Its weights' gradients, summed on chip, fill the registers: one program on a multiprocessor waits
-# for itself. What they are made of, written out, leaves room for several.
-LAYER_BACKWARD_STREAMED: Config = {
     "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
@@ -144,16 +140,13 @@ def _keys_seen(mask, b, token, T, PACKED: tl.constexpr):
 
 
 @jit
-def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr, AXIS: tl.constexpr = 0):
-    """(1, keys) bool: `keys` by all queries alike; (queries, keys): those of the same number.
-
-    With AXIS 1 the keys are the rows.
-    """
-    seen = tl.expand_dims(keys, AXIS)
+def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr):
+    """(1, keys) bool: `keys` by all queries alike; (queries, keys): those of the same number."""
+    seen = keys[None, :]
     if PACKED:
         own = tl.load(mask + b * T + query, mask=query < T, other=-1)
         other = tl.load(mask + b * T + key, mask=keys, other=-1)
-        seen = seen & (tl.expand_dims(own, 1 - AXIS) == tl.expand_dims(other, AXIS))
+        seen = seen & (own[:, None] == other[None, :])
     return seen
 
 
@@ -540,40 +533,9 @@ def layer_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of all weights one behind the other, in float32 and in x's type.
 
-    What `layer` gave besides y is `kept`; all else is computed again. A program adds up what its
-    sequences give to each weight, and a second kernel adds up the programs.
-    """
-    B, T, D = x.shape
-    _check(dy, x, *kept, *weights)
-    dx, ds1 = torch.empty_like(x), torch.empty_like(x)
-    shape = _layer_shape(x, mask, weights, config)
-    parts = shape.pop("PARTS")
-    shape["STEPS"] = triton.next_power_of_2(triton.cdiv(B, shape.pop("PROGRAMS")))
-    programs = triton.cdiv(B, shape["STEPS"])
-    size = sum(w.numel() for w in weights)
-    partial = torch.empty(programs, size, dtype=torch.float32, device=x.device)
-    read = (*weights[:3], *weights[4:7], *weights[8:11])  # no bias that is only added at the end
-    for feed, attend in ((True, True),) if parts == 1 else ((True, False), (False, True)):
-        _layer_backward[(programs,)](
-            dy, x, mask, *kept, *read, ds1, dx, partial, B, T, eps, 1 / math.sqrt(D), SIZE=size,
-            FEED=feed, ATTEND=attend, **shape,
-        )  # fmt: skip
-    return dx, *column_sums([partial], x.dtype)
-
-
-def layer_backward_streamed(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    weights: list[Tensor],
-    kept: list[Tensor],
-    eps: float,
-    config: Config = LAYER_BACKWARD_STREAMED,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`layer_backward` for many sequences: three kernels, one behind the other in memory.
-
-    The first two leave the factors of all weights' gradients: as `left`, (N, 5 D + F), those of
-    qkv, s, pre and s', as `right`, (N, D + F), h and act. The third multiplies them.
+    What `layer` gave besides y is `kept`; all else is computed again. Two kernels leave the factors
+    of all weights' gradients: as `left`, (N, 5 D + F), those of qkv, s, pre and s', as `right`,
+    (N, D + F), h and act. A third multiplies strips of them, a fourth adds up the strips.
     """
     (B, T, D), N = x.shape, x.shape[0] * x.shape[1]
     _check(dy, x, *kept, *weights)
@@ -653,35 +615,16 @@ def _norm(s, gamma, beta, eps, D: tl.constexpr):
 
 
 @jit
-def _normal_backward(dy, s, gamma, eps, sums, step, D: tl.constexpr, STEPS: tl.constexpr):
-    """ds of LN(s); what dgamma and dbeta gain is added to `sums`, one behind the other."""
+def _normal_backward(dy, s, gamma, eps, sums, D: tl.constexpr):
+    """ds of LN(s); the sums for dgamma and dbeta are written, one behind the other."""
     normal, rstd = _normal(s, eps, D)
     column = tl.arange(0, D)
-    _add_to(sums + column, tl.sum(dy * normal, 0), step, STEPS)
-    _add_to(sums + D + column, tl.sum(dy, 0), step, STEPS)
+    tl.store(sums + column, tl.sum(dy * normal, 0))
+    tl.store(sums + D + column, tl.sum(dy, 0))
     dy *= tl.load(gamma + column)[None, :]
     along = tl.sum(dy * normal, 1) * (1.0 / D)
     level = tl.sum(dy, 1) * (1.0 / D)
     return (dy - level[:, None] - normal * along[:, None]) * rstd[:, None]
-
-
-@jit
-def _add_to(at, value, step, STEPS: tl.constexpr):
-    """A program's own sums: those of its first step are not there yet."""
-    if STEPS > 1:
-        value += tl.load(at, mask=step > 0, other=0.0)
-    tl.store(at, value)
-
-
-@jit
-def _add_square(
-    sums, dy, x, step, WIDTH: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dyᵀ x, (D, D), is added to that part of a matrix with rows of WIDTH."""
-    i = tl.arange(0, D)
-    dw = tl.dot(tl.trans(dy), x, input_precision=PRECISION)
-    _add_to(sums + i[:, None] * WIDTH + i[None, :], dw, step, STEPS)
 
 
 @jit
@@ -720,98 +663,6 @@ def _layer(
 
 
 @jit
-def _layer_backward(
-    dy, x, mask, o, s1, s2, lse, wqkv, bqkv, wo, w1, b1, w2, g1, c1, g2, ds1, dx, partial,
-    B, T, eps, slope, SIZE: tl.constexpr, D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, FEED: tl.constexpr, ATTEND: tl.constexpr,
-):  # fmt: skip
-    """One program: STEPS sequences, of which the last may not be there.
-
-    FEED is the way back to h, ATTEND from there to x; one alone leaves ds, or finds it, in `ds1`.
-    """
-    # Where the sums of each weight begin: in the order of `weights`.
-    to_wo: tl.constexpr = 3 * D * (D + 1)
-    to_w1: tl.constexpr = to_wo + D * (D + 1)
-    to_w2: tl.constexpr = to_w1 + F * (D + 1)
-    to_b2: tl.constexpr = to_w2 + D * F
-    token = tl.arange(0, TILE)
-    column = tl.arange(0, D)
-    partial += tl.program_id(0).to(tl.int64) * SIZE
-    for step in range(STEPS):
-        b = step * tl.num_programs(0) + tl.program_id(0)
-        ok = token[:, None] < tl.where(b < B, T, 0)  # what is not there has no gradient
-        b = tl.minimum(b, B - 1).to(tl.int64)
-        at = b * T * D + token[:, None] * D + column[None, :]
-        if FEED:
-            s = tl.load(s2 + at, ok, 0.0)
-            dh = tl.load(dy + at, ok, 0.0).to(tl.float32)
-            dh = _normal_backward(dh, s, g2, eps, partial + to_b2 + 3 * D, step, D, STEPS)
-            _add_to(partial + to_b2 + column, tl.sum(dh, 0), step, STEPS)
-            da = dh.to(s.dtype)
-            h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
-            for c in tl.range(0, F, D, num_stages=STAGES):
-                up = _square(w1, c, 0, D, D)
-                down = _square(w2, 0, c, F, D)
-                bias = tl.load(b1 + c + column).to(tl.float32)
-                pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
-                act, rise = _gelu_of(pre)
-                dpre = tl.dot(da, down, input_precision=PRECISION) * rise
-                _add_to(partial + to_w1 + F * D + c + column, tl.sum(dpre, 0), step, STEPS)
-                dpre = dpre.to(s.dtype)
-                dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
-                _add_square(partial + to_w1 + c * D, dpre, h, step, D, D, STEPS, PRECISION)
-                act = act.to(s.dtype)
-                _add_square(partial + to_w2 + c, da, act, step, F, D, STEPS, PRECISION)
-            s = tl.load(s1 + at, ok, 0.0)
-            dh = _normal_backward(dh, s, g1, eps, partial + to_b2 + D, step, D, STEPS)
-            _add_to(partial + to_wo + D * D + column, tl.sum(dh, 0), step, STEPS)
-            da = dh.to(s.dtype)
-            if not ATTEND:
-                tl.store(ds1 + at, da, ok)
-        if ATTEND:
-            if not FEED:
-                da = tl.load(ds1 + at, ok, 0.0)
-            a = tl.load(o + at, ok, 0.0)
-            _add_square(partial + to_wo, da, a, step, D, D, STEPS, PRECISION)
-            do = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
-            level = tl.sum(a.to(tl.float32) * do, 1)
-            do = do.to(a.dtype)
-            h = tl.load(x + at, ok, 0.0)
-            q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
-            k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
-            v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
-            keys = _keys_seen(mask, b, token, T, PACKED)
-            seen = _seen(keys, mask, b, token, token, T, PACKED, 1)
-            top = tl.load(lse + b * T + token, token < T, float("inf"))
-            p = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (slope * 1.4426950408889634)
-            p = tl.where(seen, tl.exp2(p - top[None, :]), 0.0)
-            dv = tl.dot(p.to(h.dtype), do, input_precision=PRECISION)
-            out = da.to(tl.float32)
-            out = _projected_backward(out, dv, h, wqkv, partial, 2, step, D, STEPS, PRECISION)
-            dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-            dp = (p * (dp - level[None, :]) * slope).to(h.dtype)  # of the scores
-            dk = tl.dot(dp, q, input_precision=PRECISION)
-            out = _projected_backward(out, dk, h, wqkv, partial, 1, step, D, STEPS, PRECISION)
-            dq = tl.dot(tl.trans(dp), k, input_precision=PRECISION)
-            out = _projected_backward(out, dq, h, wqkv, partial, 0, step, D, STEPS, PRECISION)
-            tl.store(dx + at, out.to(h.dtype), ok)
-
-
-@jit
-def _projected_backward(
-    dx, dy, x, w, partial, which, step, D: tl.constexpr, STEPS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dx of queries (0), keys (1) or values (2) is added to; what their weights gain, to sums."""
-    column = tl.arange(0, D)
-    _add_to(partial + 3 * D * D + which * D + column, tl.sum(dy, 0), step, STEPS)
-    dy = dy.to(x.dtype)
-    _add_square(partial + which * D * D, dy, x, step, D, D, STEPS, PRECISION)
-    return tl.dot(dy, _square(w, which * D, 0, D, D), dx, input_precision=PRECISION)
-
-
-@jit
 def _feed_backward(
     dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps,
     D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -826,7 +677,7 @@ def _feed_backward(
     norms += tl.program_id(0) * (4 * D)
     s = tl.load(s2 + at, ok, 0.0)
     dh = tl.load(dy + at, ok, 0.0).to(tl.float32)
-    dh = _normal_backward(dh, s, g2, eps, norms + 2 * D, 0, D, 1)
+    dh = _normal_backward(dh, s, g2, eps, norms + 2 * D, D)
     da = dh.to(s.dtype)
     tl.store(left + 4 * D + F, da, ok)
     h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
@@ -842,7 +693,7 @@ def _feed_backward(
         tl.store(left + 4 * D + c, dpre, ok)
         dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
     s = tl.load(s1 + at, ok, 0.0)
-    dh = _normal_backward(dh, s, g1, eps, norms, 0, D, 1)
+    dh = _normal_backward(dh, s, g1, eps, norms, D)
     da = dh.to(s.dtype)
     tl.store(left + 3 * D, da, ok)
     da = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)

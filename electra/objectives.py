@@ -366,23 +366,14 @@ class WithGenerator(Objective):
         return proposal_logits(g, batch.x.gather(1, m.at), temperature, c.disallow_correct)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
+        c = self.config.objective
         if self.stage == "generator":
             return self.generator_alone(batch, rng)
-        return self.learn(*self.generate(batch, rng), batch, rng)
-
-    def generate(self, batch: Batch, rng: StepRng) -> tuple[Corruption, Tensor, Tensor]:
-        """What the generator makes of the batch, L_MLM, and how many guesses are right."""
         k = self.corrupt(batch, rng, training=True)
         zero = torch.zeros((), device=batch.x.device)
-        if self.generator is None:
-            return k, zero, zero.long()
-        return k, *self.mlm_loss(k.g, k.m, batch, k.guess)
-
-    def learn(
-        self, k: Corruption, mlm: Tensor, mlm_correct: Tensor, batch: Batch, rng: StepRng
-    ) -> Losses:
-        """The losses, given what the generator made."""
-        c = self.config.objective
+        mlm, mlm_correct = zero, zero.long()
+        if self.generator is not None:
+            mlm, mlm_correct = self.mlm_loss(k.g, k.m, batch, k.guess)
         main = self.main_loss(k, batch, rng)
         total = c.disc_weight * main.loss
         if batch.disc_share is not None:

@@ -11,10 +11,9 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ from .objectives import (
     Objective,
     ReplacedTokenDetection,
     SpecialIds,
-    WithGenerator,
     build_objective,
     disc_share,
 )
@@ -338,11 +336,6 @@ class Meter:
         self._losses.zero_()
 
 
-# Streams of a GPU, side by side in the recorded step.
-MICRO_STREAMS = False  # one for each micro-batch
-GENERATOR_STREAM = False  # the generator's backward pass beside the discriminator
-
-
 class Trainer:
     """One process's share of the optimizer steps, eager or as a recorded CUDA graph."""
 
@@ -369,14 +362,6 @@ class Trainer:
         if runtime.compiled:
             backend = compiler_in_parts(objective) if runtime.world > 1 else "inductor"
             self.forward = torch.compile(objective, fullgraph=True, dynamic=False, backend=backend)
-        if GENERATOR_STREAM:
-            assert isinstance(objective, WithGenerator)
-            self.generate, self.learn = objective.generate, objective.learn
-            if runtime.compiled:
-                self.generate, self.learn = (
-                    torch.compile(f, fullgraph=True, dynamic=False)
-                    for f in (self.generate, self.learn)
-                )
         rows = config.data.batch_size // runtime.world
         micro = min(config.data.micro_batch or rows, rows)
         self.micro_batches = [slice(i, min(i + micro, rows)) for i in range(0, rows, micro)]
@@ -395,84 +380,38 @@ class Trainer:
         self.block: Block | None = None
         self._left = 0  # steps left in the block
         self._graph: torch.cuda.CUDAGraph | None = None
-        self.streams: dict[object, torch.cuda.Stream] = {}
 
     # ------------------------------------------------------------------ the step
 
     def train_step(self) -> None:
         """One optimizer step; every number it needs is already on the device."""
         assert self.block is not None
-        found: list[tuple[Losses, Sequence[Tensor]]] = []
-        many = MICRO_STREAMS and len(self.micro_batches) > 1 and torch.cuda.is_available()
-        here = torch.cuda.current_stream() if many else None
         for i, rows in enumerate(self.micro_batches):
-            with self.beside(i) if many else contextlib.nullcontext():
-                losses, grads = self.gradients(rows, last=i == len(self.micro_batches) - 1, i=i)
-            if many:
-                found.append((losses, grads))
+            batch = self.block.batch(self.slot, rows, self.config)
+            if self.config.objective.disc_start_percent:
+                share = self.shares.index_select(0, self.slot.view(1))[0]
+                batch = batch._replace(disc_share=share)
+                self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
+            rng = StepRng(self.seed, self.counter, self.row[rows])
+            losses = self.forward(batch, rng)
+            if last := i == len(self.micro_batches) - 1:
+                self.optimizer.expect(first=i == 0)
+            grads = torch.autograd.grad(
+                losses.total,
+                self.optimizer.parameters,
+                allow_unused=bool(self.idle),
+                materialize_grads=bool(self.idle),
+            )
+            self.meter.add_losses(losses)
+            if last:  # of all processes: losses are shares of the global mean, so they add up
+                self.optimizer.finish(grads)
             else:
-                self.take_in(losses, grads, i)
-        if here is not None:
-            for stream in self.streams.values():
-                here.wait_stream(stream)
-            for i, (losses, grads) in enumerate(found):
-                self.take_in(losses, grads, i)
+                self.optimizer.accumulate(grads, first=i == 0)
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
         self.meter.add_step(self.block.counts(self.slot, self.config), norm)
         self.slot += 1
         self.counter += 1
-
-    def gradients(self, rows: slice, *, last: bool, i: int) -> tuple[Losses, Sequence[Tensor]]:
-        assert self.block is not None
-        batch = self.block.batch(self.slot, rows, self.config)
-        if self.config.objective.disc_start_percent:
-            share = self.shares.index_select(0, self.slot.view(1))[0]
-            batch = batch._replace(disc_share=share)
-            self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
-        rng = StepRng(self.seed, self.counter, self.row[rows])
-        parameters, idle = self.optimizer.parameters, bool(self.idle)
-        if GENERATOR_STREAM:
-            weight = self.config.objective.gen_weight
-            here = torch.cuda.current_stream() if self.runtime.device.type == "cuda" else None
-            with self.beside("generator"):
-                k, mlm, correct = self.generate(batch, rng)
-            if here is not None:
-                here.wait_stream(self.streams["generator"])
-            with self.beside("generator", wait=False):
-                first = torch.autograd.grad(weight * mlm, parameters, allow_unused=True)
-            k = k._replace(h=None, g=k.g.detach(), guess=None)
-            losses = self.learn(k, mlm.detach(), correct, batch, rng)
-            second = torch.autograd.grad(losses.total, parameters, allow_unused=True)
-            if here is not None:
-                here.wait_stream(self.streams["generator"])
-            both = zip(first, second, strict=True)
-            if last:
-                self.optimizer.expect(first=i == 0)
-            return losses, [b if a is None else a if b is None else a + b for a, b in both]
-        losses = self.forward(batch, rng)
-        if last:
-            self.optimizer.expect(first=i == 0)
-        grads = torch.autograd.grad(
-            losses.total, parameters, allow_unused=idle, materialize_grads=idle
-        )
-        return losses, grads
-
-    def beside(self, name: object, *, wait: bool = True) -> Any:
-        if self.runtime.device.type != "cuda":
-            return contextlib.nullcontext()
-        stream = self.streams.setdefault(name, torch.cuda.Stream())
-        if wait:
-            stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(stream)
-
-    def take_in(self, losses: Losses, grads: Sequence[Tensor], i: int) -> None:
-        self.meter.add_losses(losses)
-        if i == len(self.micro_batches) - 1:
-            # of all processes: losses are shares of the global mean, so they add up
-            self.optimizer.finish(grads)
-        else:
-            self.optimizer.accumulate(grads, first=i == 0)
 
     # ------------------------------------------------------------------ around it
 
