@@ -1,20 +1,24 @@
 """Every kernel of electra/kernels.py: is it right, and how long does it take? And cuBLAS's part.
 
-    python benchmarks/kernels.py [--only NAME ...]
+    python benchmarks/kernels.py [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone
+    python benchmarks/kernels.py --compile [--only NAME ...]      without a GPU: registers, spills
 
 Each entry is first compared with plain PyTorch in float32, then timed against plain PyTorch, eager
 and compiled, in bfloat16: 20 calls in a CUDA graph, the median of five replays. An entry is a
 process of its own: all compile side by side, then take turns on the device, and one that fails does
-not take the others with it. GB/s count every byte that has to be read or written once. `products`
-times each matrix product of a block, in the ways PyTorch can ask for it, against the larger of its
-floors: operations at 790 TFLOP/s, bytes at 4.3 TB/s (both measured on an H200).
+not take the others with it. The table comes last. GB/s count every byte that has to be read or
+written once. An empty configuration is what the product does, where that is several kernels.
+`products` times each matrix product of a block, in the ways PyTorch can ask for it, against the
+larger of its floors: operations at 790 TFLOP/s, bytes at 4.3 TB/s (both measured on an H200).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -37,6 +41,7 @@ CALLS, REPLAYS = 20, 5
 FLOPS, BYTES = 790e12, 4.3e12  # a second
 PATIENCE = 75  # seconds for an entry to compile, and again to be timed
 READY = "ready to be timed"
+RECORD = "record "  # a line of JSON for the parent
 Like = dict[str, Any]  # dtype and device
 Config = dict[str, Any]
 
@@ -53,6 +58,7 @@ class Entry(NamedTuple):
     sizes: list[tuple[int, ...]]
     small: tuple[int, ...]
     configs: list[Config]  # the product's first
+    compiled: bool = True  # time plain PyTorch compiled, too
 
 
 # Layer norm and GELU: N rows, D hidden, F feed-forward
@@ -89,8 +95,33 @@ def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False) -> Case:
         )
         return ds.to(s.dtype), dgamma, dbeta, ds.sum(0)
 
+    def ours(*inputs: Tensor | None, config: Config) -> tuple[Tensor, ...]:
+        ds, sums = kernels.add_norm_backward(*inputs, config)
+        return ds, *kernels.column_sums([sums])[0].view(3, D)
+
     inputs = (dy, dy2, s, mean, rstd, gamma)
-    return Case(inputs, kernels.add_norm_backward, plain, (4 if two else 3) * s.nbytes)
+    return Case(inputs, ours, plain, (4 if two else 3) * s.nbytes)
+
+
+def product_add_norm(N: int, D: int, like: Like, *, times: int) -> Case:
+    """From `times` D columns; beside it cuBLAS and `add_norm`, which the product takes."""
+
+    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
+        x, w, b, h, gamma, beta = inputs
+        s = h + F.linear(x, w, b)
+        y, mean, rstd = torch.native_layer_norm(s.float(), (D,), gamma, beta, 1e-6)
+        return y.to(x.dtype), s, mean[:, 0], rstd[:, 0]
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        x, w, b, h, gamma, beta = inputs
+        if not config:
+            return kernels.add_norm(h, torch.addmm(b, x, w.t()), gamma, beta, 1e-6)
+        return kernels.product_add_norm(*inputs, 1e-6, config=config)
+
+    x, h = torch.randn(N, times * D, **like), torch.randn(N, D, **like)
+    w, b = torch.randn(D, times * D, **like) / (times * D) ** 0.5, torch.randn(D, **like)
+    gamma, beta = torch.randn(2, D, device=x.device)
+    return Case((x, w, b, h, gamma, beta), ours, plain, x.nbytes + 3 * h.nbytes + w.nbytes)
 
 
 def gelu(N: int, D: int, like: Like) -> Case:
@@ -107,17 +138,29 @@ def plain_gelu_backward(pre: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     return dpre, F.gelu(pre), dpre.sum(0, dtype=torch.float32)
 
 
-def gelu_backward(N: int, D: int, like: Like) -> Case:
+def gelu_backward(N: int, D: int, like: Like, *, kept: bool = False) -> Case:
     pre, g = torch.randn(2, N, 4 * D, **like)
-    return Case((2 * pre, g), kernels.gelu_backward, plain_gelu_backward, 4 * pre.nbytes)
+    act = F.gelu(2 * pre) if kept else None
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        *out, sums = kernels.gelu_backward(*inputs, config, act=act)
+        return *out, kernels.column_sums([sums])[0]
+
+    return Case((2 * pre, g), ours, plain_gelu_backward, (3 if kept else 4) * pre.nbytes)
 
 
 def column_sums(P: int, C: int, like: Like) -> Case:
-    def ours(x: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return (kernels.column_sums(x, **config),)
+    """Those of a block, (P, C) each but for the last, which is wider."""
 
-    x = torch.randn(P, C, device=like["device"])
-    return Case((x,), ours, lambda x: (x.sum(0),), x.nbytes)
+    def ours(*x: Tensor, config: Config) -> tuple[Tensor, ...]:
+        del config
+        return (kernels.column_sums(list(x))[0],)
+
+    def plain(*x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.cat([p.sum(0) for p in x]),)
+
+    x = [torch.randn(P, n * C, device=like["device"]) for n in (3, 3, 3, 4)]
+    return Case(tuple(x), ours, plain, sum(p.nbytes for p in x))
 
 
 # Attention: B, T, H, K; every fourth sequence is padded
@@ -138,6 +181,11 @@ def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((qkv, mask), ours, plain, 4 * B * T * H * K * qkv.itemsize)
 
 
+def backward(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
+    dqkv, sums = kernels.attention_backward(qkv, mask, do, config)
+    return dqkv, kernels.column_sums([sums])[0]
+
+
 def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     forward = attention(B, T, H, K, like)
 
@@ -148,10 +196,75 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
         return o, dqkv, dqkv.sum((0, 1), dtype=torch.float32).flatten()
 
     def ours(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return kernels.attention(qkv, mask), *kernels.attention_backward(qkv, mask, do, config)
+        return kernels.attention(qkv, mask), *backward(qkv, mask, do, config)
 
     do = torch.randn(B, T, H * K, **like)
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
+
+
+def attention_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
+    whole = attention_and_backward(B, T, H, K, like)
+
+    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
+        return whole.plain(*inputs)[1:]
+
+    return Case(whole.inputs, backward, plain, 7 * whole.inputs[2].nbytes)
+
+
+# A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
+
+
+def layer(B: int, T: int, D: int, like: Like) -> Case:
+    """Forward. An empty config is the product's block of products and kernels."""
+
+    def plain(x: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
+        q, k, v = F.linear(x, wqkv, bqkv).view(B, T, 3, D).unbind(2)
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        s = x + F.linear(a, wo, bo)
+        h = F.layer_norm(s.float(), (D,), g1, c1, 1e-6).to(x.dtype)
+        f = F.linear(F.gelu(F.linear(h, w1, b1)), w2, b2)
+        return (F.layer_norm((h + f).float(), (D,), g2, c2, 1e-6).to(x.dtype),)
+
+    def ours(x: Tensor, mask: Tensor, *weights: Tensor, config: Config) -> tuple[Tensor, ...]:
+        if not config:
+            return (fused.block(x, mask, list(weights), 1, 1e-6)[0],)
+        return (kernels.layer(x, mask, list(weights), 1e-6, config)[0],)
+
+    x = torch.randn(B, T, D, **like)
+    (_, mask), *_ = attention(B, T, 1, 16, like)
+    sizes = ((3 * D, D), (3 * D,), (D, D), (D,), (4 * D, D), (4 * D,), (D, 4 * D), (D,))
+    weights = [torch.randn(*n, **like) * (n[-1] ** -0.5 if n[1:] else 0.1) for n in sizes]
+    norms = [1 + 0.1 * torch.randn(D, device=x.device) for _ in range(4)]
+    return Case((x, mask, *weights, *norms), ours, plain, 5 * x.nbytes)
+
+
+def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
+    forward = layer(B, T, D, like)
+    x, mask, *weights = forward.inputs
+    dy = torch.randn_like(x)
+    kept: dict[bool, list[Tensor]] = {
+        True: list(fused.block(x, mask, weights, 1, 1e-6)[1:]),
+        False: list(kernels.layer(x, mask, weights, 1e-6)[1:]),
+    }
+
+    def plain(dy: Tensor, x: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, *weights)]
+        (y,) = forward.plain(leaves[0], mask, *leaves[1:])
+        dx, *gradients = torch.autograd.grad(y, leaves, dy)
+        return dx, *(g.float() for g in gradients[:8:2])
+
+    def ours(
+        dy: Tensor, x: Tensor, mask: Tensor, *weights: Tensor, config: Config
+    ) -> tuple[Tensor, ...]:
+        if not config:
+            out = fused.block_backward(dy, x, mask, list(weights), kept[True], 1)
+            return out[:5]
+        dx, sums, _ = kernels.layer_backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
+        parts = sums.split([w.numel() for w in weights])
+        return dx, *(g.view_as(w) for g, w in zip(parts[:8:2], weights[:8:2], strict=True))
+
+    return Case((dy, *forward.inputs), ours, plain, 7 * x.nbytes)
 
 
 # Cross-entropy: N rows, V tokens, in rows of W; E with the products
@@ -223,11 +336,17 @@ LN_BACKS = [
     LN_BACK,
     LN_BACK | {"STAGES": 1},
     LN_BACK | {"STAGES": 2},
+    LN_BACK | {"PROGRAMS": 132},
+    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "num_warps": 8},
+    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "STAGES": 4, "num_warps": 8},
     LN_BACK | {"PROGRAMS": 528},
     LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
     LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
 ]
+LAYER_BACK = kernels.LAYER_BACKWARD
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
+LAYERS = [(128, 128, 64), (1024, 128, 64)]
+PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
 LOGITS = [(2560, 30522, 30528), (20480, 30522, 30528)]
 ENTRIES = {
     "add_norm": Entry(
@@ -241,10 +360,7 @@ ENTRIES = {
         partial(add_norm_backward, two=True), ROWS, (9, 48), LN_BACKS[:3]
     ),
     "gelu": Entry(
-        gelu,
-        ROWS,
-        (9, 48),
-        [kernels.GELU, *({"ELEMENTS": e, "num_warps": 4} for e in (1024, 2048))],
+        gelu, ROWS, (9, 48), [kernels.GELU, *(kernels.GELU | {"ELEMENTS": e} for e in (1024, 4096))]
     ),
     "gelu_backward": Entry(
         gelu_backward,
@@ -252,14 +368,23 @@ ENTRIES = {
         (9, 48),
         [
             GELU_BACK,
-            GELU_BACK | {"STAGES": 1},
-            GELU_BACK | {"STAGES": 3},
+            GELU_BACK | {"STAGES": 2},
+            GELU_BACK | {"STAGES": 4},
             GELU_BACK | {"PROGRAMS": 1056},
-            GELU_BACK | {"ROWS": 8, "COLUMNS": 256},
-            GELU_BACK | {"ROWS": 32, "num_warps": 8},
         ],
     ),
-    "column_sums": Entry(column_sums, [(512, 768), (1024, 1024), (128, 1024)], (9, 48), [{}]),
+    "gelu_backward, act kept": Entry(
+        partial(gelu_backward, kept=True),
+        ROWS[:2],
+        (9, 48),
+        [
+            GELU_BACK,
+            GELU_BACK | {"STAGES": 4},
+            GELU_BACK | {"ROWS": 32, "num_warps": 8},
+        ],
+        compiled=False,
+    ),
+    "column_sums": Entry(column_sums, [(128, 256), (512, 256)], (9, 48), [{}]),
     "attention": Entry(
         attention,
         HEADS,
@@ -267,14 +392,44 @@ ENTRIES = {
         [kernels.ATTENTION, *({"ROWS": r, "num_warps": w} for r, w in ((64, 4), (128, 4)))],
     ),
     "attention and backward": Entry(
-        attention_and_backward,
-        HEADS,
+        attention_and_backward, HEADS, (2, 20, 2, 16), [kernels.ATTENTION_BACKWARD]
+    ),
+    "attention backward": Entry(
+        attention_backward,
+        HEADS[:2],
         (2, 20, 2, 16),
         [
             kernels.ATTENTION_BACKWARD,
-            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1},
-            kernels.ATTENTION_BACKWARD | {"HEADS": 1, "STAGES": 1, "maxnreg": 128},
+            kernels.ATTENTION_BACKWARD | {"maxnreg": None},
+            kernels.ATTENTION_BACKWARD | {"maxnreg": None, "HEADS": 4, "STAGES": 2},
         ],
+        compiled=False,
+    ),
+    "product and add_norm, out": Entry(
+        partial(product_add_norm, times=1), ROWS[:2], (9, 48), PRODUCTS, compiled=False
+    ),
+    "product and add_norm, down": Entry(
+        partial(product_add_norm, times=4), ROWS[:2], (9, 48), PRODUCTS, compiled=False
+    ),
+    "layer": Entry(layer, LAYERS, (2, 20, 16), [{}, kernels.LAYER], compiled=False),
+    "layer backward": Entry(
+        layer_backward,
+        LAYERS,
+        (2, 20, 16),
+        [
+            {},
+            LAYER_BACK,
+            *(
+                LAYER_BACK | {kernel: LAYER_BACK[kernel] | change}
+                for kernel, change in (
+                    ("FEED", {"maxnreg": None}),
+                    ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": None}),
+                    ("ATTEND", {"maxnreg": None}),
+                    ("WEIGHTS", {"STRIPS": 66}),
+                )
+            ),
+        ],
+        compiled=False,
     ),
     "cross-entropy and sample": Entry(
         cross_entropy,
@@ -460,7 +615,9 @@ def child(name: str, small: bool) -> None:
                 continue
             compiled = torch.compile(case.plain, dynamic=False)
             ways["plain"] = case.plain
-            if attempt("plain, compiled", lambda c=case, f=compiled: f(*c.inputs) and "ran"):
+            if entry.compiled and attempt(
+                "plain, compiled", lambda c=case, f=compiled: f(*c.inputs) and "ran"
+            ):
                 ways["plain, compiled"] = compiled
             timed.append((f"{name} {size}", case, ways))
     if small or not cuda:
@@ -475,11 +632,83 @@ def child(name: str, small: bool) -> None:
         print(title)
         for label, way in ways.items():
 
-            def speed(way: Callable[..., Any] = way, case: Case = case) -> str:
+            def speed(
+                way: Callable[..., Any] = way,
+                case: Case = case,
+                what: tuple[str, str] = (title, label),
+            ) -> str:
                 t = microseconds(lambda: way(*case.inputs))
-                return f"{t:8.1f} µs {case.moved / t / 1000:8.0f} GB/s"
+                rate = case.moved / t / 1000
+                row = {"entry": what[0], "way": what[1], "microseconds": t, "gb_per_s": rate}
+                print(RECORD + json.dumps(row))
+                return f"{t:8.1f} µs {rate:8.0f} GB/s"
 
             attempt(label, speed)
+
+
+def compile_for_h200(name: str) -> None:
+    """What every configuration of an entry compiles to: registers, bytes spilled, shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    said: list[str] = []
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """Instead of a launch. Tensors have no memory here, only a type."""
+        del grid, warmup
+        names = kernel.arg_names
+        given = {p.name: p.default for p in kernel.params} | dict(zip(names, args, strict=False))
+        given |= {k: v for k, v in kwargs.items() if k in names}
+        types, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(kernel.params):
+            value = given[parameter.name]
+            short = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1"}
+            aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
+            if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+                types[parameter.name], constants[(i,)] = "constexpr", value
+                continue
+            if aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            if isinstance(value, Tensor):
+                types[parameter.name] = "*" + short.get(value.dtype, "i64")
+            elif isinstance(value, int | float):
+                types[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+            else:
+                shape = list(value.block_shape)
+                types[parameter.name] = f"tensordesc<{short[value.base.dtype]}{shape}>"
+        options = {k: v for k, v in kwargs.items() if k not in names}
+        source = ASTSource(kernel, types, constants, attributes)
+        result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        limit = options.get("maxnreg")
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+            ptx.write(result.asm["ptx"])
+            ptx.flush()
+            command = [tool, "-v", "--gpu-name=sm_90a", ptx.name, "-o", os.devnull]
+            command += [f"--maxrregcount={limit}"] if limit else []
+            told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        registers = re.search(r"Used (\d+) registers", told)
+        spilled = re.search(r"(\d+) bytes spill stores", told)
+        assert registers, told
+        assert spilled, told
+        said.append(
+            f"{registers[1]} registers, {spilled[1]} B spilled, {result.metadata.shared} B shared"
+        )
+
+    triton.runtime.jit.JITFunction.run = compiled
+    entry = ENTRIES[name]
+    for size in entry.sizes:
+        case = entry.make(*size, {"device": torch.device("meta"), "dtype": torch.bfloat16})
+        print(f"{name} {size}")
+        for config in entry.configs:
+
+            def work(case: Case = case, config: Config = config) -> str:
+                said.clear()
+                case.ours(*case.inputs, config=config)
+                return "; ".join(said)
+
+            attempt(str(config), work)
 
 
 def main() -> None:
@@ -487,8 +716,15 @@ def main() -> None:
     names = [*ENTRIES, "products"]
     parser.add_argument("--small", action="store_true", help="tiny sizes, values only")
     parser.add_argument("--only", nargs="*", default=names, choices=names)
+    parser.add_argument("--compile", action="store_true", help="for an H200, without one")
+    parser.add_argument("--out", type=Path, help="where to write the times as JSON")
     parser.add_argument("--child", choices=names, help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.compile:
+        for name in a.only:
+            if name != "products":
+                compile_for_h200(name)
+        return
     if a.child or a.small or not torch.cuda.is_available():
         for name in [a.child] if a.child else a.only:
             child(name, a.small)
@@ -515,12 +751,23 @@ def main() -> None:
                 if time.monotonic() > deadline:
                     process.kill()
                 time.sleep(0.1)
+        rows: list[dict[str, Any]] = []
         for name, (process, log) in running.items():
             try:
                 process.communicate("go\n", timeout=PATIENCE)
             except subprocess.TimeoutExpired:
                 process.kill()
-            print(f"{log.read_text()}{name}: exit code {process.wait()}\n", flush=True)
+            for line in log.read_text().splitlines():
+                if line.startswith(RECORD):
+                    rows.append(json.loads(line[len(RECORD) :]))
+                else:
+                    print(line)
+            print(f"{name}: exit code {process.wait()}\n", flush=True)
+    for row in rows:
+        print(f"{row['entry']:<48} {row['microseconds']:9.1f} µs  {row['way']}")
+    if a.out:
+        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "times": rows}
+        a.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

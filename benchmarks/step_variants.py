@@ -3,9 +3,10 @@
     python benchmarks/step_variants.py --corpus CORPUS --out OUT --variants plain gemm pointwise
 
 Every variant is a process of its own: they compile side by side, and take turns on the device by a
-lock when they measure. A variant is settings of the run (dotted, as on the command line) and of
-torch's inductor; the table at the end has tokens per second and the seconds until the first step,
-and for `--profile` the kernels of `plain` and `kernels` by kind.
+lock when they measure. A variant is settings of the run (dotted, as on the command line), of
+torch's inductor, and of `fused`; the table at the end has tokens per second and the seconds until
+the first step, and for `--profile` the kernels by kind of `plain`, `kernels` and the variants of
+`fused`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import tyro
 
+from electra import fused
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
@@ -37,8 +39,11 @@ from electra.pretrain import Trainer, _memory_errors
 from electra.recipes import recipe
 
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
+KERNELS = {"run.kernels": "yes"}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "kernels": {"settings": {"run.kernels": "yes"}},
+    "kernels": {"settings": KERNELS},
+    "kept": {"settings": KERNELS, "fused": {"KEPT": 2**40}},
+    "computed again": {"settings": KERNELS, "fused": {"KEPT": 0}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -74,7 +79,7 @@ class Arguments:
     rounds: int = 3
     seconds: float = 3.0
     profile: bool = False
-    """Also list the kernels of a step of `plain` and `kernels`."""
+    """Also list the kernels of a step."""
     child: tuple[str, int] | None = None
     """Used by the program itself."""
 
@@ -126,6 +131,8 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
+    for key, value in variant.get("fused", {}).items():
+        setattr(fused, key, value)
     corpus = Corpus.open(a.corpus)
     config = changed(
         recipe(a.recipe),
@@ -144,7 +151,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and name in ("plain", "kernels")
+    look = a.profile and (name in ("plain", "kernels") or "fused" in variant)
     row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
     return {"variant": name, "batch": batch, **row}
 

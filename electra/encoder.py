@@ -141,6 +141,8 @@ class Block(nn.Module):
         if self.fused and only is None and (mask is None or mask.shape[2] == 1):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
             c = self.config
+            if fused.stays_on_chip(h, c):
+                return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
             return fused.block(h, mask, self.tensors(), c.attention_heads, c.layer_norm_eps)[0]
         a = self.out(self.attend(h, mask, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, p, rng, self.site))

@@ -7,9 +7,10 @@ kernel of `kernels`:
     qkv = x Wᵀ + b │ o = attention(qkv) │ a = o Wᵀ + b │ s = x + a, h = LN(s)
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
 
-The backward pass keeps qkv, o, s, h, pre and s' of it; the attention probabilities and act are
-computed again. To the compiler both are one opaque call each, so that 24 blocks take no longer to
-compile than one. `Block` itself is the definition: tests hold this file against it.
+The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities, h and act are
+computed again, the latter two only where they are large. To the compiler both are one opaque call
+each, so that 24 blocks take no longer to compile than one. `Block` itself is the definition: tests
+hold this file against it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,14 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .config import PretrainConfig
+from .config import EncoderConfig, PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
+
+# Bytes of act up to which a layer keeps it, and h, for the backward pass: a step of `small` with
+# batch 128 gains 0.8 % by act for 0.4 GiB. With batch 1,024 both would be 3.7 GiB, so they are
+# computed again.
+KEPT = 2**26
 
 
 def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
@@ -47,19 +53,32 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
 @torch.library.custom_op("electra::block", mutates_args=())
 def block(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, s' and statistics (4, B T)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act, s' and statistics (4, B T).
+
+    h and act are empty if they are not kept.
+    """
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
+    statistics = g1.new_empty(4, B * T)
     qkv = torch.addmm(bqkv, x, wqkv.t())
     o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
-    h, s1, mean1, rstd1 = kernels.add_norm(x, torch.addmm(bo, o, wo.t()), g1, c1, eps)
+    h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
     pre = torch.addmm(b1, h, w1.t())
-    f = torch.addmm(b2, kernels.gelu(pre), w2.t())
-    y, s2, mean2, rstd2 = kernels.add_norm(h, f, g2, c2, eps)
-    statistics = torch.stack([mean1, rstd1, mean2, rstd2])
-    return y.view(B, T, D), qkv, o, s1, h, pre, s2, statistics
+    act = kernels.gelu(pre)
+    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
+    h, act = (h, act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
+    return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
+
+
+def _add_norm(
+    h: Tensor, x: Tensor, w: Tensor, b: Tensor, g: Tensor, c: Tensor, eps: float, statistics: Tensor
+) -> tuple[Tensor, Tensor]:
+    """LN(s) and s = h + x wᵀ + b."""
+    if h.shape[1] <= 256 and h.dtype != torch.float32:  # whole rows fit the tile of a product
+        return kernels.product_add_norm(x, w, b, h, g, c, eps, statistics=statistics)[:2]
+    return kernels.add_norm(h, torch.addmm(b, x, w.t()), g, c, eps, statistics=statistics)[:2]
 
 
 @block.register_fake
@@ -69,7 +88,9 @@ def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: fl
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
     statistics = x.new_empty(4, B * T, dtype=torch.float32)
-    return x.new_empty(B, T, D), wide, one[0], one[1], one[2], inner, one[3], statistics
+    act = torch.empty_like(inner)
+    h, act = (one[2], act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
+    return x.new_empty(B, T, D), wide, one[0], one[1], h, inner, act, one[3], statistics
 
 
 @torch.library.custom_op("electra::block_backward", mutates_args=())
@@ -83,25 +104,29 @@ def block_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
     in the working type; `_backward` takes them apart."""
-    wqkv, _, wo, _, w1, _, w2, _, g1, _, g2, _ = weights
-    qkv, o, s1, h, pre, s2, (mean1, rstd1, mean2, rstd2) = kept
+    wqkv, _, wo, _, w1, _, w2, _, g1, c1, g2, _ = weights
+    qkv, o, s1, h, pre, act, s2, statistics = kept
+    mean1, rstd1, mean2, rstd2 = statistics
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
-    sums = dy.new_empty(9 * D + len(w1), dtype=torch.float32)
-    norm2, norm1, projected, inner = sums.split((3 * D, 3 * D, 3 * D, len(w1)))
-    ds2, *_ = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, sums=norm2)
-    dpre, act, _ = kernels.gelu_backward(pre, ds2 @ w2, sums=inner)
+    ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
+    again = act.numel() == 0
+    dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
     dw2 = ds2.t() @ act
+    del act  # the largest there are: gone before attention's gradients come
+    h = torch.empty_like(s1) if again else h
+    ds1, norm1 = kernels.add_norm_backward(
+        dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None
+    )
     dw1 = dpre.t() @ h
-    ds1, *_ = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, sums=norm1)
+    del dpre
     dwo = ds1.t() @ o
-    packed = (B, T, 3, heads, D // heads)
-    do = (ds1 @ wo).view(B, T, D)
-    dqkv, _ = kernels.attention_backward(qkv.view(packed), mask, do, sums=projected)
+    packed = qkv.view(B, T, 3, heads, D // heads)
+    dqkv, projected = kernels.attention_backward(packed, mask, (ds1 @ wo).view(B, T, D))
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
-    dx = torch.addmm(ds1, dqkv, wqkv).view(B, T, D)
-    return dx, dwqkv, dwo, dw1, dw2, sums, sums.to(dy.dtype, copy=True)
+    dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
+    return dx, dwqkv, dwo, dw1, dw2, *kernels.column_sums([norm2, norm1, projected, inner], x.dtype)
 
 
 @block_backward.register_fake
@@ -139,6 +164,75 @@ def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
 
 
 block.register_autograd(_backward, setup_context=_keep)
+
+
+# The same for layers that fit on one multiprocessor: one kernel forward, four backward.
+
+
+def stays_on_chip(x: Tensor, config: EncoderConfig) -> bool:
+    one_head = config.attention_heads == 1 and config.hidden_size == 64
+    return one_head and config.ffn_size % 64 == 0 and x.dtype != torch.float32
+
+
+@torch.library.custom_op("electra::layer", mutates_args=())
+def layer(
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (B, T, D), and for the backward pass o, s, s' and log Σ exp of the scores, (B, T)."""
+    return kernels.layer(x.contiguous(), mask, weights, eps)
+
+
+@layer.register_fake
+def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float) -> Any:
+    del mask, weights, eps
+    return *(x.new_empty(x.shape) for _ in range(4)), x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("electra::layer_backward", mutates_args=())
+def layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the gradients of all weights in one, in float32 and in the working type."""
+    return kernels.layer_backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
+
+
+@layer_backward.register_fake
+def _(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+) -> Any:
+    del mask, kept, eps
+    sums = dy.new_empty(sum(w.numel() for w in weights), dtype=torch.float32)
+    return x.new_empty(x.shape), sums, torch.empty_like(sums, dtype=dy.dtype)
+
+
+def _keep_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, mask, weights, ctx.eps = inputs
+    ctx.many = len(weights)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, mask, *weights, *output[1:])
+
+
+def _layer_backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
+    del others
+    x, mask, *rest = ctx.saved_tensors
+    weights, kept = rest[: ctx.many], rest[ctx.many :]
+    dx, sums, half = layer_backward(dy, x, mask, weights, kept, ctx.eps)
+    sizes = [w.numel() for w in weights]
+    parts = [*half.split(sizes)[:8], *sums.split(sizes)[8:]]
+    return dx, None, [g.view_as(w) for g, w in zip(parts, weights, strict=True)], None
+
+
+layer.register_autograd(_layer_backward, setup_context=_keep_layer)
 
 
 @torch.library.custom_op("electra::guess", mutates_args=())

@@ -24,8 +24,9 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # builds of torch for the CPU come without it
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
 
 Config = dict[str, Any]
 
@@ -34,19 +35,29 @@ PROGRAMS = 128  # that keep a GPU busy: it has 132 multiprocessors
 LOG2_E = 1.4426950408889634
 
 ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
-# The probabilities and their gradient, 128 x 128 float32 each, fill the registers of an SM, so that
-# no second program hides the loads of the first: the next head's are under way instead.
-ATTENTION_BACKWARD: Config = {"ROWS": 128, "HEADS": 4, "STAGES": 2, "num_warps": 8, "num_stages": 1}
+# 128 registers a thread let two programs share an SM: one computes while the other waits.
+ATTENTION_BACKWARD: Config = {
+    "HEADS": 1, "STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128
+}  # fmt: skip
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
 CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
 }  # fmt: skip
 ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
 ADD_NORM_BACKWARD: Config = {"ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "num_warps": 4}
-GELU: Config = {"ELEMENTS": 4096, "num_warps": 4}
+PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
+GELU: Config = {"ELEMENTS": 2048, "num_warps": 4}
 GELU_BACKWARD: Config = {
-    "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 2, "num_warps": 4
+    "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 3, "num_warps": 4
 }  # fmt: skip
+LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
+# Its weights' gradients, summed on chip, would fill the registers: one program on a multiprocessor
+# would wait for itself. What they are made of, written out, leaves room for several.
+LAYER_BACKWARD: Config = {
+    "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
+    "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
+}
 
 
 def available() -> bool:
@@ -70,6 +81,8 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     B, T, _, H, K = qkv.shape
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
+    wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
+    shape["ROWS"] = min(shape["TILE"], 32 if wide else config["ROWS"])
     grid = (B * H, triton.cdiv(T, shape["ROWS"]))
     _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
     return o
@@ -80,9 +93,8 @@ def attention_backward(
     mask: Tensor | None,
     do: Tensor,
     config: Config = ATTENTION_BACKWARD,
-    sums: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `attention`: dqkv like qkv, and its column sums (3 H K,) float32.
+    """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (B, 3 H K).
 
     The probabilities are computed again from qkv: nothing else of the forward pass is kept.
     """
@@ -90,27 +102,26 @@ def attention_backward(
     dqkv = torch.empty_like(qkv)
     partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
-    if qkv.dtype == torch.float32:  # no room for two heads
-        shape["HEADS"] = shape["STAGES"] = 1
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
     grid = (B * H // shape["HEADS"],)
     _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
-    return dqkv, column_sums(partial, sums)
+    return dqkv, partial
 
 
 def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config:
     """What the kernels are compiled for: T is padded to a power of two."""
     _, T, _, H, K = qkv.shape
     assert qkv.is_contiguous()
-    assert mask is None or mask.is_contiguous()
-    packed = mask is not None and mask.dtype != torch.bool
     assert T <= MOST_TOKENS, T
     tile = max(16, triton.next_power_of_2(T))
-    wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
-    rows = min(tile, config["ROWS"], 32 if wide else tile)
-    precision = "ieee" if wide else "tf32"  # products of bfloat16 are exact anyway
-    shape = {"H": H, "K": K, "TILE": tile, "ROWS": rows, "PRECISION": precision, "PACKED": packed}
-    return {**config, **shape}
+    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"  # bfloat16's are exact anyway
+    shape = {"H": H, "K": K, "TILE": tile, "PRECISION": precision}
+    return {**config, **shape, "PACKED": _packed(mask)}
+
+
+def _packed(mask: Tensor | None) -> bool:
+    assert mask is None or mask.is_contiguous()
+    return mask is not None and mask.dtype != torch.bool
 
 
 @jit
@@ -141,14 +152,14 @@ def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr):
 
 @jit
 def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
-    """exp(q kᵀ scale − its maximum), zero where not seen, and its row sums; scale is in base 2."""
+    """exp(q kᵀ scale − top), zero where not seen, its row sums, and top; scale is in base 2."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     score = tl.where(seen, score, float("-inf"))
     top = tl.max(score, 1)
     top = tl.where(top == float("-inf"), 0.0, top)  # nothing is seen: zeros, not NaN
     p = tl.exp2(score - top[:, None])
     total = tl.sum(p, 1)
-    return p, tl.where(total == 0.0, 1.0, total)
+    return p, tl.where(total == 0.0, 1.0, total), top
 
 
 @jit
@@ -168,8 +179,8 @@ def _attention(
     k = _load_head(x + H * K, key, T, column, 3 * H * K)
     v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
     seen = _seen(_keys_seen(mask, b, key, T, PACKED), mask, b, query, key, T, PACKED)
-    p, total = _softmax(q, k, seen, scale, PRECISION)
-    a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) / total[:, None]
+    p, total, _ = _softmax(q, k, seen, scale, PRECISION)
+    a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
     tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
 
@@ -177,60 +188,72 @@ def _attention(
 @jit
 def _attention_backward(
     qkv, mask, do, dqkv, partial, T, slope,
-    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: HEADS heads of one sequence, ROWS queries at a time."""
+    """One program: HEADS heads of one sequence.
+
+    Every value is stored as soon as it is known, and the probabilities wait as bfloat16: the
+    registers hold one matrix of 128 x 128 float32 and little else.
+    """
     b = (tl.program_id(0) // (H // HEADS)).to(tl.int64)
     first = tl.program_id(0) % (H // HEADS) * HEADS
     column = tl.arange(0, K)
-    key = tl.arange(0, TILE)
-    keys = _keys_seen(mask, b, key, T, PACKED)
+    token = tl.arange(0, TILE)
+    keys = _keys_seen(mask, b, token, T, PACKED)
+    seen = _seen(keys, mask, b, token, token, T, PACKED)
     for i in tl.range(0, HEADS, num_stages=STAGES):
         h = first + i
         x = qkv + b * T * (3 * H * K) + h * K
-        dx = dqkv + b * T * (3 * H * K) + h * K
-        k = _load_head(x + H * K, key, T, column, 3 * H * K)
-        v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
-        dk = tl.zeros((TILE, K), tl.float32)
-        dv = tl.zeros((TILE, K), tl.float32)
-        dq_sum = tl.zeros((K,), tl.float32)
-        for start in range(0, TILE, ROWS):
-            query = start + tl.arange(0, ROWS)
-            q = _load_head(x, query, T, column, 3 * H * K)
-            da = _load_head(do + b * T * (H * K) + h * K, query, T, column, H * K)
-            seen = _seen(keys, mask, b, query, key, T, PACKED)
-            p, total = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-            p = p / total[:, None]
-            dv = tl.dot(tl.trans(p.to(q.dtype)), da, dv, input_precision=PRECISION)
-            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
-            ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * slope
-            ds = ds.to(q.dtype)
-            dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
-            dq = tl.dot(ds, k, input_precision=PRECISION)
-            dq_sum += tl.sum(dq, 0)
-            at = dx + query[:, None] * (3 * H * K) + column[None, :]
-            tl.store(at, dq.to(dqkv.dtype.element_ty), mask=query[:, None] < T)
-        at = dx + key[:, None] * (3 * H * K) + column[None, :]
-        tl.store(at + H * K, dk.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
-        tl.store(at + 2 * H * K, dv.to(dqkv.dtype.element_ty), mask=key[:, None] < T)
+        at = dqkv + b * T * (3 * H * K) + h * K
+        at += token[:, None] * (3 * H * K) + column[None, :]
         sums = partial + b * (3 * H * K) + h * K + column
-        tl.store(sums, dq_sum)
-        tl.store(sums + H * K, tl.sum(dk, 0))
-        tl.store(sums + 2 * H * K, tl.sum(dv, 0))
+        q = _load_head(x, token, T, column, 3 * H * K)
+        k = _load_head(x + H * K, token, T, column, 3 * H * K)
+        v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
+        da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
+        p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+        p = (p * (1.0 / total)[:, None]).to(q.dtype)
+        dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
+        tl.store(at + 2 * H * K, dv.to(q.dtype), token[:, None] < T)
+        # Shares of anything add up to 1: all values together get all of da. And what all keys have
+        # in common changes no share: it has no gradient.
+        given = tl.sum(da.to(tl.float32), 0)
+        if mask is not None:
+            given *= tl.max(keys.to(tl.float32), 0)
+        tl.store(sums + 2 * H * K, given)
+        tl.store(sums + H * K, tl.zeros((K,), tl.float32))
+        a = tl.dot(p, v, input_precision=PRECISION)
+        level = tl.sum(a * da.to(tl.float32), 1) * slope
+        dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+        ds = p * (dp * slope - level[:, None]).to(q.dtype)
+        dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+        tl.store(at + H * K, dk.to(q.dtype), token[:, None] < T)
+        dq = tl.dot(ds, k, input_precision=PRECISION)
+        tl.store(at, dq.to(q.dtype), token[:, None] < T)
+        tl.store(sums, tl.sum(dq, 0))
 
 
 # Residual and layer norm
 
 
 def add_norm(
-    x: Tensor, a: Tensor, gamma: Tensor, beta: Tensor, eps: float, config: Config = ADD_NORM
+    x: Tensor,
+    a: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    config: Config = ADD_NORM,
+    statistics: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y = LN(s), s = x + a in their type; the mean and 1/std of every row, (N,) float32."""
+    """y = LN(s), s = x + a in their type; the mean and 1/std of every row, (N,) float32.
+
+    The last two are the rows of `statistics`, (2, N), which may be given.
+    """
     _check(x, a, gamma, beta)
     N, D = x.shape
     y, s = torch.empty_like(x), torch.empty_like(x)
-    mean, rstd = (torch.empty(N, dtype=torch.float32, device=x.device) for _ in range(2))
+    mean, rstd = gamma.new_empty(2, N) if statistics is None else statistics
     kernel, rows = _rows_of(config, D)
     grid = (triton.cdiv(N, rows["ROWS"]),)
     _add_norm[grid](x, a, gamma, beta, y, s, mean, rstd, N, eps, D, **rows, **kernel)
@@ -272,10 +295,14 @@ def add_norm_backward(
     rstd: Tensor,
     gamma: Tensor,
     config: Config = ADD_NORM_BACKWARD,
-    sums: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ds of y = LN(s) for the gradient dy + dy2, and dgamma, dbeta and Σ_n ds, (D,) float32."""
+    again: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """ds of y = LN(s) for the gradient dy + dy2; partial sums, (P, 3 D), of dgamma, dbeta and ds.
+
+    With `again`, (beta, y), y is computed once more.
+    """
     _check(dy, s, mean, rstd, gamma, *(() if dy2 is None else (dy2,)))
+    beta, y = again or (None, None)
     N, D = s.shape
     ds = torch.empty_like(s)
     kernel, rows = _rows_of(config, D)
@@ -285,17 +312,15 @@ def add_norm_backward(
     programs, steps = _strips(N, rows["ROWS"], most)
     partial = torch.empty(programs, 3 * D, dtype=torch.float32, device=s.device)
     _add_norm_backward[(programs,)](
-        dy, dy2, s, mean, rstd, gamma, ds, partial, N, D,
-        TWO=dy2 is not None, STEPS=steps, **rows, **kernel,
+        dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D, STEPS=steps, **rows, **kernel
     )  # fmt: skip
-    dgamma, dbeta, dbias = column_sums(partial, sums).view(3, D)
-    return ds, dgamma, dbeta, dbias
+    return ds, partial
 
 
 @jit
 def _add_norm_backward(
-    dy, dy2, s, mean, rstd, gamma, ds, partial, N, D: tl.constexpr, TWO: tl.constexpr, ROWS:
-    tl.constexpr, WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     in_columns = column < D
@@ -310,11 +335,15 @@ def _add_norm_backward(
         ok = in_rows[:, None] & in_columns[None, :]
         at = row.to(tl.int64)[:, None] * D + column[None, :]
         gradient = tl.load(dy + at, ok, 0.0).to(tl.float32)
-        if TWO:
+        if dy2 is not None:
             gradient += tl.load(dy2 + at, ok, 0.0).to(tl.float32)
         mu = tl.load(mean + row, in_rows, 0.0)
         scale = tl.load(rstd + row, in_rows, 0.0)
         normal = (tl.load(s + at, ok, 0.0).to(tl.float32) - mu[:, None]) * scale[:, None]
+        if y is not None:
+            c = tl.load(beta + column, in_columns, 0.0).to(tl.float32)
+            again = normal * g[None, :] + c[None, :]
+            tl.store(y + at, again.to(y.dtype.element_ty), ok)
         dgamma += gradient * normal
         dbeta += gradient
         gradient *= g[None, :]
@@ -327,6 +356,61 @@ def _add_norm_backward(
     tl.store(partial, tl.sum(dgamma, 0), in_columns)
     tl.store(partial + D, tl.sum(dbeta, 0), in_columns)
     tl.store(partial + 2 * D, tl.sum(dbias, 0), in_columns)
+
+
+def product_add_norm(
+    x: Tensor,
+    w: Tensor,
+    b: Tensor,
+    h: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    eps: float,
+    config: Config = PRODUCT_ADD_NORM,
+    statistics: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_norm(h, x wᵀ + b, …)` of x (N, C) and w (D, C), D ≤ 256; the product is not stored."""
+    _check(x, w, b, h, gamma, beta)
+    (N, C), D = x.shape, len(w)
+    y, s = torch.empty_like(h), torch.empty_like(h)
+    mean, rstd = gamma.new_empty(2, N) if statistics is None else statistics
+    kernel, width = dict(config), max(16, triton.next_power_of_2(D))
+    rows, inner = kernel.pop("ROWS"), min(kernel.pop("INNER"), C & -C)  # divides C
+    # The copy engine reads zeros past the end of a tensor and writes nothing there.
+    tiles = ((x, rows, inner), (w, width, inner), *((t, rows, width) for t in (h, y, s)))
+    _product_add_norm[(triton.cdiv(N, rows),)](
+        *(TensorDescriptor.from_tensor(t, list(tile)) for t, *tile in tiles),
+        b, gamma, beta, mean, rstd, N, eps, C, D, rows, width, inner,
+        "ieee" if x.dtype == torch.float32 else "tf32", **kernel,
+    )  # fmt: skip
+    return y, s, mean, rstd
+
+
+@jit
+def _product_add_norm(
+    x, w, h, y, s, b, gamma, beta, mean, rstd, N, eps, C: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for k in range(0, C, INNER):
+        left = x.load([first, k])
+        total = tl.dot(left, w.load([0, k]).T, total, input_precision=PRECISION)
+    column = tl.arange(0, WIDTH)
+    in_columns = column < D
+    total += tl.load(b + column, in_columns, 0.0).to(tl.float32)[None, :]
+    total = (total + h.load([first, 0]).to(tl.float32)).to(s.dtype)
+    s.store([first, 0], total)
+    total = total.to(tl.float32)
+    mu = tl.sum(total, 1) / D
+    total = tl.where(in_columns[None, :], total - mu[:, None], 0.0)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(total * total, 1) / D + eps)
+    g = tl.load(gamma + column, in_columns, 0.0)
+    c = tl.load(beta + column, in_columns, 0.0)
+    y.store([first, 0], (total * scale[:, None] * g[None, :] + c[None, :]).to(y.dtype))
+    row = first + tl.arange(0, ROWS)
+    tl.store(mean + row, mu, row < N)
+    tl.store(rstd + row, scale, row < N)
 
 
 # GELU
@@ -350,25 +434,34 @@ def _gelu(pre, act, size, ELEMENTS: tl.constexpr):
 
 
 def gelu_backward(
-    pre: Tensor, g: Tensor, config: Config = GELU_BACKWARD, sums: Tensor | None = None
+    pre: Tensor,
+    g: Tensor,
+    config: Config = GELU_BACKWARD,
+    act: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dpre and, once more, act = gelu(pre), (N, F), for the gradient g of act; Σ_n dpre, (F,)."""
+    """dpre in the place of g, the gradient of act; act = gelu(pre); partial sums, (P, F), of dpre.
+
+    act is computed once more, unless it is given.
+    """
     _check(pre, g)
     N, F = pre.shape
-    dpre, act = torch.empty_like(pre), torch.empty_like(pre)
+    again = act is None
+    act = torch.empty_like(pre) if act is None else act
     kernel = dict(config)
     kernel["COLUMNS"] = min(kernel["COLUMNS"], triton.next_power_of_2(F))
     columns = triton.cdiv(F, kernel["COLUMNS"])
     strips, steps = _strips(N, kernel["ROWS"], triton.cdiv(kernel.pop("PROGRAMS"), columns))
     partial = torch.empty(strips, F, dtype=torch.float32, device=pre.device)
-    _gelu_backward[(columns, strips)](pre, g, dpre, act, partial, N, F, STEPS=steps, **kernel)
-    return dpre, act, column_sums(partial, sums)
+    _gelu_backward[(columns, strips)](
+        pre, g, act, partial, N, F, AGAIN=again, STEPS=steps, **kernel
+    )
+    return g, act, partial
 
 
 @jit
 def _gelu_backward(
-    pre, g, dpre, act, partial, N, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STEPS: tl.constexpr, STAGES: tl.constexpr,
+    pre, g, act, partial, N, F: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < F
@@ -381,8 +474,9 @@ def _gelu_backward(
         y, slope = _gelu_of(x)
         out = tl.load(g + at, ok, 0.0).to(tl.float32) * slope
         dbias += out
-        tl.store(dpre + at, out.to(dpre.dtype.element_ty), ok)
-        tl.store(act + at, y.to(act.dtype.element_ty), ok)
+        tl.store(g + at, out.to(g.dtype.element_ty), ok)
+        if AGAIN:
+            tl.store(act + at, y.to(act.dtype.element_ty), ok)
     tl.store(partial + tl.program_id(1) * F + column, tl.sum(dbias, 0), in_columns)
 
 
@@ -395,7 +489,8 @@ def _gelu_of(x):
     be the limit, and the slope shares its exponential.
     """
     z = tl.abs(x)
-    t = 1.0 / (1.0 + 0.25514825 * z)
+    t = 1.0 + 0.25514825 * z
+    t = tl.rsqrt(t * t)  # two instructions; a division takes eight
     series = -0.0846659 * t + 0.29202834
     series = series * t - 0.19669393
     series = series * t + 0.23272286
@@ -405,6 +500,299 @@ def _gelu_of(x):
     power = tl.exp2(-0.72134752 * x * x)
     slope = (series - 0.3989422804 * z) * power
     return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
+
+
+# A whole layer of one head, whose states stay on chip
+
+
+def layer(
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float, config: Config = LAYER
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `fused.block` computes, for one head of 16, 32 or 64: y, o, s and s', all (B, T, D).
+
+    And log2 Σ exp of the scores, (B, T) float32. The feed-forward layer is as wide as a multiple
+    of D. Weights are read from the L2 cache.
+    """
+    B, T, D = x.shape
+    _check(x, *weights)
+    y, o, s1, s2 = (torch.empty_like(x) for _ in range(4))
+    lse = torch.empty(B, T, dtype=torch.float32, device=x.device)
+    shape = _layer_shape(x, mask, weights, config)
+    _layer[(B,)](x, mask, *weights, y, o, s1, s2, lse, T, eps, LOG2_E / math.sqrt(D), **shape)
+    return y, o, s1, s2, lse
+
+
+def layer_backward(
+    dy: Tensor,
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+    eps: float,
+    config: Config = LAYER_BACKWARD,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the gradients of all weights one behind the other, in float32 and in x's type.
+
+    What `layer` gave besides y is `kept`; all else is computed again. Two kernels leave the factors
+    of all weights' gradients: as `left`, (N, 5 D + F), those of qkv, s, pre and s', as `right`,
+    (N, D + F), h and act. A third multiplies strips of them, a fourth adds up the strips.
+    """
+    (B, T, D), N = x.shape, x.shape[0] * x.shape[1]
+    _check(dy, x, *kept, *weights)
+    o, s1, s2, lse = kept
+    wqkv, bqkv, wo, _, w1, b1, w2, _, g1, c1, g2, _ = weights
+    shape = _layer_shape(x, mask, weights, {})
+    whole, tile = {k: shape.pop(k) for k in ("PACKED", "TILE")}, {**shape, **config["WEIGHTS"]}
+    F, size = shape["F"], sum(w.numel() for w in weights)
+    dx, left, right = torch.empty_like(x), x.new_empty(N, 5 * D + F), x.new_empty(N, D + F)
+    do, level = torch.empty_like(x), torch.empty_like(lse)
+    feed = {**shape, **config["FEED"]}
+    norms = x.new_empty(triton.cdiv(N, feed["ROWS"]), 4 * D, dtype=torch.float32)
+    _feed_backward[(len(norms),)](
+        dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps, **feed
+    )
+    _attend_backward[(B,)](
+        x, mask, do, level, lse, wqkv, bqkv, left, dx, T, 1 / math.sqrt(D),
+        **shape, **whole, **config["ATTEND"],
+    )  # fmt: skip
+    strips, steps = _strips(N, tile["ROWS"], tile.pop("STRIPS"))
+    partial = x.new_empty(strips, size, dtype=torch.float32)
+    _weights_backward[(4 + 2 * F // D, strips)](
+        x, o, left, right, norms, partial, N, len(norms), STEPS=steps,
+        SHARE=triton.next_power_of_2(triton.cdiv(len(norms), strips)), **tile,
+    )  # fmt: skip
+    return dx, *column_sums([partial], x.dtype)
+
+
+def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: Config) -> Config:
+    _, T, D = x.shape
+    F = len(weights[4])
+    assert T <= MOST_TOKENS, T
+    assert D in (16, 32, 64), D
+    assert F % D == 0, F
+    tile = max(16, triton.next_power_of_2(T))
+    precision = "ieee" if x.dtype == torch.float32 else "tf32"
+    shape = {"D": D, "F": F, "TILE": tile, "PRECISION": precision}
+    return {**config, **shape, "PACKED": _packed(mask)}
+
+
+@jit
+def _probabilities(q, k, seen, lse, scale, PRECISION: tl.constexpr):
+    """Of every key for every query (rows), from log2 Σ exp of the forward pass."""
+    score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision=PRECISION), float("-inf"))
+    return tl.exp2(score * scale - lse[:, None])
+
+
+@jit
+def _square(w, row, column, WIDTH: tl.constexpr, D: tl.constexpr):
+    """(D, D) of a matrix with rows of WIDTH."""
+    i = tl.arange(0, D)
+    return tl.load(w + (row + i)[:, None] * WIDTH + (column + i)[None, :])
+
+
+@jit
+def _linear(x, w, b, row, D: tl.constexpr, PRECISION: tl.constexpr):
+    """x wᵀ + b, float32, for the D outputs from `row` on."""
+    bias = tl.load(b + row + tl.arange(0, D)).to(tl.float32)
+    w = _square(w, row, 0, D, D)
+    return tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
+
+
+@jit
+def _normal(s, eps, D: tl.constexpr):
+    """Rows with mean 0 and variance 1, float32, and 1/std."""
+    s = s.to(tl.float32)
+    s -= (tl.sum(s, 1) * (1.0 / D))[:, None]
+    rstd = tl.rsqrt(tl.sum(s * s, 1) * (1.0 / D) + eps)
+    return s * rstd[:, None], rstd
+
+
+@jit
+def _norm(s, gamma, beta, eps, D: tl.constexpr):
+    column = tl.arange(0, D)
+    normal, _ = _normal(s, eps, D)
+    return normal * tl.load(gamma + column)[None, :] + tl.load(beta + column)[None, :]
+
+
+@jit
+def _normal_backward(dy, s, gamma, eps, sums, D: tl.constexpr):
+    """ds of LN(s); the sums for dgamma and dbeta are written, one behind the other."""
+    normal, rstd = _normal(s, eps, D)
+    column = tl.arange(0, D)
+    tl.store(sums + column, tl.sum(dy * normal, 0))
+    tl.store(sums + D + column, tl.sum(dy, 0))
+    dy *= tl.load(gamma + column)[None, :]
+    along = tl.sum(dy * normal, 1) * (1.0 / D)
+    level = tl.sum(dy, 1) * (1.0 / D)
+    return (dy - level[:, None] - normal * along[:, None]) * rstd[:, None]
+
+
+@jit
+def _layer(
+    x, mask, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, y, o, s1, s2, lse, T, eps, scale,
+    D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, TILE)
+    column = tl.arange(0, D)
+    at = b * T * D + token[:, None] * D + column[None, :]
+    ok = token[:, None] < T
+    h = tl.load(x + at, ok, 0.0)
+    q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
+    k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
+    v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
+    seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
+    p, total, top = _softmax(q, k, seen, scale, PRECISION)
+    a = tl.dot(p.to(h.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
+    a = a.to(h.dtype)
+    tl.store(lse + b * T + token, top + tl.log2(total), token < T)
+    tl.store(o + at, a, ok)
+    s = (h.to(tl.float32) + _linear(a, wo, bo, 0, D, PRECISION)).to(h.dtype)
+    tl.store(s1 + at, s, ok)
+    h = _norm(s, g1, c1, eps, D).to(h.dtype)
+    f = h.to(tl.float32) + tl.load(b2 + column).to(tl.float32)[None, :]
+    for c in tl.range(0, F, D, num_stages=STAGES):
+        act, _ = _gelu_of(_linear(h, w1, b1, c, D, PRECISION))
+        w = _square(w2, 0, c, F, D)
+        f = tl.dot(act.to(h.dtype), tl.trans(w), f, input_precision=PRECISION)
+    s = f.to(h.dtype)
+    tl.store(s2 + at, s, ok)
+    tl.store(y + at, _norm(s, g2, c2, eps, D).to(h.dtype), ok)
+
+
+@jit
+def _feed_backward(
+    dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps,
+    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS tokens, back to ds; sums for both layer norms."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, D)
+    ok = token[:, None] < N
+    at = token[:, None] * D + column[None, :]
+    left += token[:, None] * (5 * D + F) + column[None, :]
+    right += token[:, None] * (D + F) + column[None, :]
+    norms += tl.program_id(0) * (4 * D)
+    s = tl.load(s2 + at, ok, 0.0)
+    dh = tl.load(dy + at, ok, 0.0).to(tl.float32)
+    dh = _normal_backward(dh, s, g2, eps, norms + 2 * D, D)
+    da = dh.to(s.dtype)
+    tl.store(left + 4 * D + F, da, ok)
+    h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
+    tl.store(right, h, ok)
+    for c in range(0, F, D):
+        up = _square(w1, c, 0, D, D)
+        bias = tl.load(b1 + c + column).to(tl.float32)
+        pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
+        act, rise = _gelu_of(pre)
+        tl.store(right + D + c, act.to(s.dtype), ok)
+        dpre = tl.dot(da, _square(w2, 0, c, F, D), input_precision=PRECISION) * rise
+        dpre = dpre.to(s.dtype)
+        tl.store(left + 4 * D + c, dpre, ok)
+        dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
+    s = tl.load(s1 + at, ok, 0.0)
+    dh = _normal_backward(dh, s, g1, eps, norms, D)
+    da = dh.to(s.dtype)
+    tl.store(left + 3 * D, da, ok)
+    da = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
+    tl.store(do + at, da.to(s.dtype), ok)
+    a = tl.load(o + at, ok, 0.0).to(tl.float32)
+    tl.store(level + token, tl.sum(a * da, 1), token < N)
+
+
+@jit
+def _attend_backward(
+    x, mask, do, levels, lse, wqkv, bqkv, left, dx, T, slope, D: tl.constexpr, F: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """One program: one sequence, from ds to dx."""
+    b = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, TILE)
+    column = tl.arange(0, D)
+    ok = token[:, None] < T
+    at = b * T * D + token[:, None] * D + column[None, :]
+    left += b * T * (5 * D + F) + token[:, None] * (5 * D + F) + column[None, :]
+    h = tl.load(x + at, ok, 0.0)
+    q = _linear(h, wqkv, bqkv, 0, D, PRECISION).to(h.dtype)
+    k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
+    v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
+    da = tl.load(do + at, ok, 0.0)
+    seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
+    top = tl.load(lse + b * T + token, token < T, float("inf"))
+    p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION).to(h.dtype)
+    dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
+    tl.store(left + 2 * D, dv.to(h.dtype), ok)
+    dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+    level = tl.load(levels + b * T + token, token < T, 0.0)
+    ds = p * ((dp - level[:, None]) * slope).to(h.dtype)
+    dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
+    tl.store(left + D, dk.to(h.dtype), ok)
+    dq = tl.dot(ds, k, input_precision=PRECISION)
+    tl.store(left, dq.to(h.dtype), ok)
+    tl.debug_barrier()  # what is stored before it is loaded behind it
+    out = tl.load(left + 3 * D, ok, 0.0).to(tl.float32)
+    for i in tl.static_range(3):
+        dy = tl.load(left + i * D, ok, 0.0)
+        out = tl.dot(dy, _square(wqkv, i * D, 0, D, D), out, input_precision=PRECISION)
+    tl.store(dx + at, out.to(h.dtype), ok)
+
+
+@jit
+def _weights_backward(
+    x, o, left, right, norms, partial, N, P, D: tl.constexpr, F: tl.constexpr,
+    ROWS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, SHARE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: what a strip of tokens gives to D x D of one weight, and to their biases.
+
+    Three parts of qkv, one of out, F / D of up and as many of down, which share their left factor.
+    The first four also take a share of the sums for one vector of the layer norms.
+    """
+    part = tl.program_id(0)
+    down: tl.constexpr = 4 + F // D  # the first part of it
+    to_wo: tl.constexpr = 3 * D * (D + 1)
+    to_w1: tl.constexpr = to_wo + D * (D + 1)
+    to_w2: tl.constexpr = to_w1 + F * (D + 1)
+    weight = part * D * D
+    bias = 3 * D * D + part * D
+    row = D  # of the right factor
+    width = D  # of the weight
+    if part == 3:
+        x = o
+        weight = to_wo
+        bias = to_wo + D * D
+    if part > 3:
+        x = right
+        row = D + F
+        weight = to_w1 + (part - 4) * (D * D)
+        bias = to_w1 + F * D + (part - 4) * D
+    if part >= down:
+        x = right + (part - down + 1) * D
+        weight = to_w2 + (part - down) * D
+        bias = to_w2 + F * D
+        width = F
+    left += tl.minimum(part, down) * D
+    column = tl.arange(0, D)
+    total = tl.zeros((D, D), tl.float32)
+    along = tl.zeros((ROWS, D), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        token = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
+        ok = token[:, None] < N
+        token = token.to(tl.int64)[:, None]
+        a = tl.load(left + token * (5 * D + F) + column[None, :], ok, 0.0)
+        b = tl.load(x + token * row + column[None, :], ok, 0.0)
+        along += a.to(tl.float32)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+    partial += tl.program_id(1).to(tl.int64) * (to_w2 + D * (F + 5))
+    tl.store(partial + weight + column[:, None] * width + column[None, :], total)
+    if part <= down:
+        tl.store(partial + bias + column, tl.sum(along, 0))
+    if part < 4:
+        share = tl.program_id(1) * SHARE + tl.arange(0, SHARE)[:, None]
+        norm = tl.load(norms + share * (4 * D) + part * D + column[None, :], share < P, 0.0)
+        tl.store(partial + to_w2 + D * (F + 1) + part * D + column, tl.sum(norm, 0))
 
 
 # Cross-entropy and sampling over the vocabulary
@@ -458,7 +846,7 @@ def cross_entropy_backward(
     _cross_entropy_backward[grid](
         logits, targets, lse, dnll.contiguous(), out, partial, N, vocab_size, W, **shape
     )
-    return out, column_sums(partial)[:vocab_size]
+    return out, column_sums([partial])[0][:vocab_size]
 
 
 @jit
@@ -541,28 +929,62 @@ def _cross_entropy_backward(
 # What they share
 
 
-def column_sums(partial: Tensor, out: Tensor | None = None) -> Tensor:
-    """Σ over the rows of a few partial sums, (P, C) float32 -> (C,), which may be given."""
-    P, C = partial.shape
-    out = partial.new_empty(C) if out is None else out
-    _column_sums[(triton.cdiv(C, 16),)](
-        partial, out, P, C, STEPS=triton.next_power_of_2(triton.cdiv(P, 256)), ROWS=256, COLUMNS=16,
-        num_warps=8,
+def column_sums(partial: list[Tensor], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Σ over the rows of up to four (P, C), one behind the other: in float32, and in dtype."""
+    rows, widths = zip(*(p.shape for p in partial), strict=True)
+    total, device = sum(widths), partial[0].device
+    out, narrow = (torch.empty(total, dtype=d, device=device) for d in (torch.float32, dtype))
+    tall = min(256, triton.next_power_of_2(max(rows)))
+    tile = (tall, 4096 // tall)
+    tiles = [triton.cdiv(width, tile[1]) for width in widths]
+    none = 4 - len(partial)
+    starts = [sum(tiles[:n]) for n in range(1, len(tiles))] + [sum(tiles)] * none
+    _column_sums[(sum(tiles),)](
+        *partial, *partial[:1] * none, *rows, *[0] * none, *widths, *[0] * none, *starts,
+        out, narrow, triton.next_power_of_2(triton.cdiv(max(rows), tile[0])), *tile, num_warps=8,
     )  # fmt: skip
-    return out
+    return out, narrow
 
 
 @jit
 def _column_sums(
-    partial, out, P, C, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    a, b, c, d, a_rows, b_rows, c_rows, d_rows, a_width, b_width, c_width, d_width,
+    b_start, c_start, d_start, out, narrow, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: COLUMNS columns of one of the four."""
+    program = tl.program_id(0)
+    rows = a_rows
+    width = a_width
+    start = 0
+    first = 0
+    if program >= b_start:
+        a = b
+        rows = b_rows
+        width = b_width
+        start = b_start
+        first = a_width
+    if program >= c_start:
+        a = c
+        rows = c_rows
+        width = c_width
+        start = c_start
+        first = a_width + b_width
+    if program >= d_start:
+        a = d
+        rows = d_rows
+        width = d_width
+        start = d_start
+        first = a_width + b_width + c_width
+    column = (program - start) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(STEPS):
         row = step * ROWS + tl.arange(0, ROWS)
-        ok = (row < P)[:, None] & (column < C)[None, :]
-        total += tl.load(partial + row[:, None] * C + column[None, :], ok, 0.0)
-    tl.store(out + column, tl.sum(total, 0), column < C)
+        ok = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(a + row[:, None] * width + column[None, :], ok, 0.0)
+    result = tl.sum(total, 0)
+    tl.store(out + first + column, result, column < width)
+    tl.store(narrow + first + column, result.to(narrow.dtype.element_ty), column < width)
 
 
 def _check(*tensors: Tensor) -> None:
