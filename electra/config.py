@@ -16,7 +16,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -433,6 +433,31 @@ class PretrainConfig:
         ):
             if broken:
                 raise ElectraError(what, where=where, fix=fix)
+
+    def without_effect(self) -> Iterator[str]:
+        """A sentence for every setting that has another value than its default and does nothing."""
+        o, p = self.objective, self.optim
+        for name, used, needed in (
+            ("optim.muon_rate", p.kind == "muon", "optim.kind muon"),
+            ("optim.muon_momentum", p.kind == "muon", "optim.kind muon"),
+            ("optim.decay_percent", p.schedule == "wsd", "optim.schedule wsd"),
+            ("objective.stage_two", o.algorithm == "two_stage", "objective.algorithm two_stage"),
+            (
+                "objective.duplicate_draws",
+                o.mask_positions == "with_replacement",
+                "objective.mask_positions with_replacement",
+            ),
+            (
+                "generator.temperature_steps",
+                self.generator.temperature != 1,
+                "a generator.temperature other than 1",
+            ),
+        ):
+            group, _, key = name.partition(".")
+            settings = getattr(self, group)
+            value = getattr(settings, key)
+            if not used and value != getattr(type(settings), key):
+                yield f"{name} {value} has no effect: it needs {needed}"
 
     @property
     def generator_encoder(self) -> EncoderConfig:

@@ -173,7 +173,7 @@ def _train(
         patient=pauses,
         tracker=run.tracker,
     )
-    for text in early_warnings:
+    for text in (*early_warnings, *config.without_effect()):
         log.warn(text)
     for text in changed:
         log.note(f"changed: {text}")

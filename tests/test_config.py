@@ -436,3 +436,34 @@ def test_every_setting_is_explained() -> None:
                     continue
                 assert isinstance(after, ast.Expr), ast.unparse(field)
                 assert isinstance(after.value, ast.Constant), ast.unparse(field)
+
+
+@pytest.mark.parametrize(
+    ("group", "idle", "partner"),
+    [
+        ("optim", {"muon_rate": 1e-3}, {"kind": "muon"}),
+        ("optim", {"muon_momentum": 0.9}, {"kind": "muon"}),
+        ("optim", {"decay_percent": 40.0}, {"schedule": "wsd"}),
+        ("objective", {"duplicate_draws": "average"}, {"mask_positions": "with_replacement"}),
+        ("generator", {"temperature_steps": 10}, {"temperature": 2.0}),
+    ],
+)
+def test_a_setting_that_does_nothing_is_named_until_its_partner_is_set(
+    group: str, idle: dict[str, Any], partner: dict[str, Any]
+) -> None:
+    plain = recipe("small")
+    (name,) = idle
+    alone = replace(plain, **{group: replace(getattr(plain, group), **idle)})
+    (said,) = alone.without_effect()
+    assert said.startswith(f"{group}.{name} {idle[name]} has no effect")
+    for key, value in partner.items():
+        assert f"{group}.{key}" in said
+        assert str(value) in said or key == "temperature"
+    both = replace(plain, **{group: replace(getattr(plain, group), **idle, **partner)})
+    assert list(both.without_effect()) == []
+
+
+def test_no_recipe_has_a_setting_that_does_nothing() -> None:
+    assert [said for name in RECIPES for said in recipe(name).without_effect()] == []
+    two = replace(recipe("small"), objective=ObjectiveConfig(stage_two="fresh"))
+    assert [said.split()[0] for said in two.without_effect()] == ["objective.stage_two"]

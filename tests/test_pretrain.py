@@ -1103,6 +1103,14 @@ def test_a_dead_run_is_warned_about_in_its_metrics(
     assert any("token frequencies" in m["warning"] for m in events)
 
 
+def test_a_setting_without_effect_is_told_at_the_start(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    idle = changed(changed(micro, "optim.muon_rate", 3e-3), "run.train_steps", 1)
+    pretrain(idle, corpus, tmp_path)
+    assert "optim.muon_rate 0.003 has no effect" in "".join(capsys.readouterr())
+
+
 def test_a_corpus_prepared_elsewhere_continues_the_run(
     micro: PretrainConfig,
     corpus: Corpus,
