@@ -10,7 +10,8 @@ variants are timed in one process, interleaved, in several rounds; a step is dat
 generator, sampling, discriminator, backward, clipping and optimizer. Dropout is 0 on both sides.
 The peers are a transformers Electra pair in several forms, one of them with our fix of the
 generator's head, and the steps of two well-known ports, driven here by our own code (`PEERS`). The
-table comes last; a JSON record holds it with versions, hardware and settings.
+table comes last; a JSON record holds it with versions, hardware and settings, and a page of the day
+(kept under benchmarks/results) as it was printed.
 
 On a CPU both sides compute in float32 with the same number of threads. There the CPU time is shown
 beside the wall time, and the load of the machine when the measurement begins and ends: other work
@@ -20,10 +21,12 @@ lowers what the clock says of both sides, and less what their CPU time says.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import gc
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -129,7 +132,7 @@ class Arguments:
     corpus: Path
     """A prepared corpus."""
     out: Path
-    """Where the JSON record goes."""
+    """Where the JSON record and the page of the day go."""
     recipe: str = "small"
     batches: tuple[int, ...] = (128, 512, 1024)
     """Batch sizes of ours."""
@@ -570,15 +573,15 @@ def main() -> None:
         "environment": {**runtime.describe(), "transformers": transformers.__version__},
     }
     (a.out / "pretrain_speed.json").write_text(json.dumps(record, indent=1))
-    print(f"\n{'variant':40} {'batch':>6} {'tokens/s':>12} {'spread':>8} {'MFU':>6} {'GiB':>6}")
+    lines = [f"{'variant':50} {'batch':>6} {'tokens/s':>12} {'spread':>8} {'MFU':>6} {'GiB':>6}"]
     for row in rows:
         if "failed" in row:
-            print(f"{row['variant']:40} {row['batch']:>6} failed")
+            lines.append(f"{row['variant']:50} {row['batch']:>6} failed")
             continue
         values = row["tokens_per_second_all"]
         median = row["tokens_per_second_median"]
-        print(
-            f"{row['variant']:40} {row['batch']:>6} {median:12,.0f}"
+        lines.append(
+            f"{row['variant']:50} {row['batch']:>6} {median:12,.0f}"
             f" {(max(values) - min(values)) / median:8.1%}"
             f" {row['mfu_of_measured_matmul']:6.1%} {row.get('peak_memory_gib', float('nan')):6.1f}"
         )
@@ -592,7 +595,16 @@ def main() -> None:
                     best[group] = max(best.get(group, 0.0), median)
             mine = best.pop("electra", None)
             for group, theirs in best.items() if mine else ():
-                print(f"batch {batch}: {mine / theirs:.2f} x the best of {group}, {clock} time")
+                times = f"{mine / theirs:.2f} x the best of {group}"
+                lines.append(f"batch {batch}: {times}, {clock} time")
+    table = "\n".join(lines)
+    print(f"\n{table}")
+    # The page of the day, to be kept under benchmarks/results.
+    around = "\n".join(f"- {name}: {value}" for name, value in record["environment"].items())
+    command = "python benchmarks/pretrain_speed.py " + shlex.join(sys.argv[1:])
+    (a.out / f"{datetime.date.today()}.md").write_text(
+        f"# {record['what']}\n\n{around}\n\n    {command}\n\n```\n{table}\n```\n"
+    )
     if equality["too large"]:
         raise SystemExit(
             "the two sides were not shown to be equal:\n" + "\n".join(equality["too large"])
