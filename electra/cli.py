@@ -336,11 +336,20 @@ class ExportCommand:
     """Add to the first of them what makes it one that SentenceTransformer loads as well."""
     license: str = "unknown"
     """Licence that the model cards state."""
+    half: bool = False
+    """Store the weights as float16, which is half the bytes; transformers reads them as float32."""
+    shard_megabytes: float | None = None
+    """Put the weights into files of at most so many megabytes each."""
 
     def run(self) -> None:
-        from .hf import export_run
+        from .hf import Storage, export_run
 
-        report = export_run(self.run_directory, self.out, license=self.license)
+        limit = self.shard_megabytes
+        if limit is not None and limit <= 0:
+            what = f"Files of {limit} megabytes hold nothing."
+            raise ElectraError(what, where="--shard-megabytes", fix="use a number above 0")
+        storage = Storage(self.half, None if limit is None else int(1e6 * limit))
+        report = export_run(self.run_directory, self.out, license=self.license, storage=storage)
         if self.sentence_transformers:
             from .embed import for_sentence_transformers
 

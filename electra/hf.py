@@ -7,6 +7,7 @@ wrote. Goes out: what was pre-trained, or the model of a task,
     OUT/discriminator/       loads as ElectraForPreTraining (and AutoModel for fine-tuning)
     OUT/generator/           loads as ElectraForMaskedLM; the only one of a masked language model
         config.json  model.safetensors  tokenizer.json …  README.md  curves.png
+        or model-00001-of-N.safetensors … with model.safetensors.index.json
 
     OUT/electra.json         the task, its results, and a digest of each file that is read again
     OUT/head.safetensors     our own head to the last bit, in whatever form transformers has it
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import math
 import os
 import shutil
 import subprocess
@@ -118,6 +120,7 @@ _CLASSES: dict[Layout, tuple[str, dict[str, str]]] = {
     "encoder": ("ElectraModel", {}),  # for a head that transformers does not have
 }
 _WORDS, _TABLE = "electra.embeddings.word_embeddings.weight", "generator_lm_head.weight"
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _BUFFERS = {"electra.embeddings.position_ids", "electra.embeddings.token_type_ids"}  # in old files
 # Of logits, relative to the largest where that is above 1. Rounding alone gives 1e-6 in tiny models
 # and 1e-5 in large ones of 24 layers; a tensor under a wrong name gives 1e-1.
@@ -227,6 +230,16 @@ class ExportReport(NamedTuple):
     max_difference: float | None  # of logits to transformers; None where it is not installed
 
 
+class Storage(NamedTuple):
+    """How the weights of an export lie on the disk."""
+
+    half: bool = False  # as float16 instead of float32
+    shard_bytes: int | None = None  # a file has at most so many bytes of tensors, or one tensor
+
+
+WHOLE = Storage()
+
+
 class InitialState(NamedTuple):
     """Parameters to start from, and what is new in them."""
 
@@ -297,12 +310,15 @@ def networks_of(objective: Objective) -> tuple[Network, ...]:
 # ---------------------------------------------------------------------- export
 
 
-def export_run(run: Path, out: Path, *, license: str = "unknown") -> ExportReport:
+def export_run(
+    run: Path, out: Path, *, license: str = "unknown", storage: Storage = WHOLE
+) -> ExportReport:
     """Export the newest checkpoint of a run directory."""
     from .rundir import load_run  # imports the whole of training, which no reader here needs
 
     loaded = load_run(run)
     options: dict[str, Any] = {"step": loaded.step, "run": run, "license": license}
+    options["storage"] = storage
     return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, **options)
 
 
@@ -315,8 +331,9 @@ def export(
     step: int | None = None,
     run: Path | None = None,
     license: str = "unknown",
+    storage: Storage = WHOLE,
 ) -> ExportReport:
-    """Write the networks of `objective` (float32) for transformers and check them.
+    """Write the networks of `objective` for transformers and check them.
 
     run: the directory whose story the model card tells. An earlier export at `out` is replaced;
     anything else there is left alone, with an error.
@@ -324,7 +341,7 @@ def export(
     tokenizer = Tokenizer.load(tokenizer_dir)
     record = {"version": __version__, "step": step, "config": to_dict(config)}
     story = card.of_pretraining(config, step, run)
-    return export_networks(networks_of(objective), tokenizer, out, record, story, license)
+    return export_networks(networks_of(objective), tokenizer, out, record, story, license, storage)
 
 
 def import_model(
@@ -351,13 +368,16 @@ def export_networks(
     record: Any,
     story: card.Story,
     license: str = "unknown",
+    storage: Storage = WHOLE,
 ) -> ExportReport:
     """Write these networks; record goes into electra.json, story into the model cards."""
     record = {**record, "tokenizer_hash": tokenizer.hash}
+    if storage.half:
+        networks = tuple(replace(n, tensors=_rounded(n.tensors)) for n in networks)
     differences: list[float] = []
     with _replacing(out) as temporary:
         for network in networks:
-            _write(temporary / network.kind, network, tokenizer, story, license)
+            _write(temporary / network.kind, network, tokenizer, story, license, storage=storage)
         write_atomic(temporary / "electra.json", json_bytes(record, indent=1))
         again = load_pretrained(temporary)
         for network in networks:
@@ -467,20 +487,55 @@ def _write(
     license: str,
     settings: dict[str, Any] | None = None,
     length: int | None = None,
+    storage: Storage = WHOLE,
 ) -> None:
-    """One directory that transformers loads."""
+    """One directory that transformers loads, as float32 whatever lies there."""
     c, name = network.config, _CLASSES[network.kind][0]
     values = _FIXED | {theirs: getattr(c, ours) for ours, theirs in _FIELDS.items()}
     values |= {"architectures": [name], "vocab_size": network.vocab_size, "dtype": "float32"}
     values |= {"pad_token_id": tokenizer.pad_id, "tie_word_embeddings": True, **(settings or {})}
     text = card.readme(network.kind, name, c, network.vocab_size, story, license)
     tokenizer.save(directory, max_length=length or c.max_positions)
-    data = to_safetensors(to_transformers(network), metadata={"format": "pt"})
+    tensors = to_transformers(network)
+    if storage.half:
+        tensors = {name: tensor.half() for name, tensor in tensors.items()}
     write_atomic(directory / "config.json", json_bytes(values, indent=2))
-    write_atomic(directory / "model.safetensors", data)
+    files = _shards(tensors, storage.shard_bytes)
+    for file, part in files.items():
+        write_atomic(directory / file, to_safetensors(part, metadata={"format": "pt"}))
+    if len(files) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        places = {name: file for file, part in files.items() for name in part}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_atomic(directory / _INDEX, json_bytes(index, indent=1))
     write_atomic(directory / "README.md", text)
     if story.picture:
         write_atomic(directory / card.PICTURE, story.picture)
+
+
+def _rounded(tensors: Tensors) -> Tensors:
+    """As float16 has them."""
+    rounded = {name: tensor.half().float() for name, tensor in tensors.items()}
+    if large := [n for n, t in tensors.items() if t.isfinite().all() and rounded[n].isinf().any()]:
+        what = f"{large[0]} has numbers above 65,504, which float16 does not have."
+        raise ElectraError(what, where="--half", fix="export without it")
+    return rounded
+
+
+def _shards(tensors: Tensors, limit: int | None) -> dict[str, Tensors]:
+    """The files of a model by their names, filled in the order of the tensors."""
+    parts: list[Tensors] = [{}]
+    room = math.inf if limit is None else limit
+    for name, tensor in tensors.items():
+        room -= tensor.nbytes
+        if room < 0 and parts[-1]:
+            parts.append({})
+            room = (limit or 0) - tensor.nbytes
+        parts[-1][name] = tensor
+    if len(parts) == 1:
+        return {_WEIGHTS: parts[0]}
+    stem = _WEIGHTS.removesuffix(".safetensors")
+    return {f"{stem}-{i:05}-of-{len(parts):05}.safetensors": p for i, p in enumerate(parts, 1)}
 
 
 def _names(kind: Layout, ours: str) -> tuple[str, ...]:
@@ -682,14 +737,33 @@ def _read_tensors(path: Path) -> Tensors:
 
 def _read_network(directory: Path, *, with_heads: bool, allow_bin: bool) -> Network:
     """The one network of a transformers directory."""
-    path, place = directory / "config.json", directory / "model.safetensors"
+    path, place = directory / "config.json", directory / _WEIGHTS
     sizes = _read_config(path, read_settings_file(path))
     pickled = directory / "pytorch_model.bin"
     if allow_bin and pickled.is_file() and not place.exists():
         place, tensors = pickled, _unpickled(pickled)
+    elif (index := directory / _INDEX).is_file() and not place.exists():
+        place, tensors = index, _read_shards(index)
     else:
         tensors = _read_tensors(place)
     return _network(place, *sizes, tensors, with_heads=with_heads)
+
+
+def _read_shards(index: Path) -> Tensors:
+    """The tensors of a model in several files, which lie beside their list."""
+    listed, fix = read_settings_file(index).get("weight_map"), "get the directory again"
+    if not isinstance(listed, dict):
+        raise ElectraError("There is no weight_map in it.", where=str(index), fix=fix)
+    places = {str(name): str(file) for name, file in listed.items()}
+    files = sorted(set(places.values()))
+    if strange := [file for file in files if Path(file).name != file]:
+        what = f"It names {strange[0]!a}, which is no file beside it."
+        raise ElectraError(what, where=str(index), fix=fix)
+    read = {file: _read_tensors(index.parent / file) for file in files}
+    if lost := [name for name, file in places.items() if name not in read[file]]:
+        what = f"{lost[0]!a} is not in the file that it names, {places[lost[0]]!a}."
+        raise ElectraError(what, where=str(index), fix=fix)
+    return {name: read[file][name] for name, file in places.items()}
 
 
 def _unpickled(path: Path) -> Tensors:

@@ -287,6 +287,76 @@ def test_a_run_is_exported_and_read(vocabulary: Path, tmp_path: Path) -> None:
                 assert torch.equal(read.tensors[name], tensor), name
 
 
+@pytest.mark.parametrize("disc_head", ["dense", "linear"])
+def test_half_the_bytes_in_small_files_are_the_rounded_model(
+    vocabulary: Path, tmp_path: Path, disc_head: Any
+) -> None:
+    config = replace(settings(), objective=ObjectiveConfig(disc_head=disc_head))
+    objective, limit = objective_of(config, vocabulary), 4000
+    whole = hf.export(objective, config, vocabulary, tmp_path / "whole")
+    report = hf.export(
+        objective, config, vocabulary, tmp_path / "out", storage=hf.Storage(True, limit)
+    )
+    assert report.checks == whole.checks
+    read = hf.load_pretrained(tmp_path / "out")
+    for network in hf.networks_of(objective):
+        place = tmp_path / "out" / network.kind
+        files = {path.name: load_file(path) for path in place.glob("*.safetensors")}
+        assert len(files) > 2
+        assert not (place / "model.safetensors").exists()
+        tensors = load_file(tmp_path / "whole" / network.kind / "model.safetensors")
+        sizes = {name: sum(t.nbytes for t in part.values()) for name, part in files.items()}
+        assert all(size <= limit or len(files[name]) == 1 for name, size in sizes.items())
+        assert sum(sizes.values()) == sum(t.nbytes for t in tensors.values()) / 2
+        index = json.loads((place / "model.safetensors.index.json").read_bytes())
+        assert index["metadata"]["total_size"] == sum(sizes.values())
+        for name, file in index["weight_map"].items():
+            assert torch.equal(files[file][name], tensors[name].half()), name
+        assert index["weight_map"].keys() == tensors.keys()
+        model = load_in_transformers(place)
+        assert model.dtype == torch.float32
+        rounded = replace(
+            network, tensors={n: t.half().float() for n, t in network.tensors.items()}
+        )
+        torch.testing.assert_close(
+            our_logits(read.network(network.kind)), our_logits(rounded), rtol=0, atol=0
+        )
+        torch.testing.assert_close(their_logits(model), our_logits(rounded), rtol=0, atol=1e-5)
+
+
+def test_numbers_that_float16_does_not_have_are_refused(vocabulary: Path, tmp_path: Path) -> None:
+    objective = objective_of(settings(), vocabulary)
+    with torch.no_grad():
+        objective.encoder.embeddings.word.weight[0, 0] = 7e4
+    with pytest.raises(ElectraError, match="above 65,504") as caught:
+        hf.export(objective, settings(), vocabulary, tmp_path / "out", storage=hf.Storage(True))
+    assert caught.value.where == "--half"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "word"),
+    [
+        (None, "no weight_map"),
+        (["a"], "no weight_map"),
+        ({"x": "../other.safetensors"}, "no file beside it"),
+        ({"x": "/etc/passwd"}, "no file beside it"),
+        ({"x": 3}, "cannot be read"),
+        ({"x": "gone.safetensors"}, "cannot be read"),
+        ({"x": "one.safetensors"}, "is not in the file that it names"),
+        ({"t": "one.safetensors"}, "missing: "),
+    ],
+)
+def test_a_list_of_files_that_does_not_fit_is_refused(
+    saved: Path, weight_map: Any, word: str
+) -> None:
+    (saved / "model.safetensors").unlink()
+    save_file({"t": torch.zeros(3)}, saved / "one.safetensors")
+    index = {} if weight_map is None else {"weight_map": weight_map}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(saved, word)
+
+
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"config": to_dict(settings())}))
     with pytest.raises(ElectraError, match="not a run with a checkpoint"):
