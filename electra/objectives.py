@@ -87,7 +87,8 @@ class Predictions(NamedTuple):
     x_masked: Tensor  # (B, T)
     mlm_logits: Tensor  # (B, M, V)
     x_corrupt: Tensor  # (B, T)
-    d: Tensor | None  # (B, T) logits of replaced
+    d: Tensor | None = None  # (B, T) logits of replaced
+    replaced: Tensor | None = None  # (B, T) bool, what d is to tell
 
 
 class SpecialIds(NamedTuple):
@@ -421,17 +422,21 @@ class ReplacedTokenDetection(WithGenerator):
     def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
         k = self.corrupt(batch, rng, training=training)
         d = self.detect(k, batch, rng, training=training)
-        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, d)
+        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, d, self.replaced(k, batch))
 
     def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
         """d (B, T):  σ(d) = P(replaced) = 1 − D(x_corrupt, t)"""
         h = self.encode(self.discriminator, k.x_corrupt, batch, rng, training=training)  # (B, T, D)
         return self.discriminator_head(h)
 
+    def replaced(self, k: Corruption, batch: Batch) -> Tensor:
+        """(B, T) bool: a lucky guess counts as original."""
+        return k.x_corrupt != batch.x
+
     def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
         """L_Disc = E(Σ_t −1(x_t^corrupt = x_t) log D(t) − 1(≠) log(1 − D(t)))"""
         d = self.detect(k, batch, rng, training=True)  # (B, T)
-        replaced = k.x_corrupt != batch.x  # a lucky guess counts as original
+        replaced = self.replaced(k, batch)
         bce = F.binary_cross_entropy_with_logits(d, replaced.to(d.dtype), reduction="none")
         scored, count = self.scored(k.m, batch, rng)
         loss = (bce * scored).sum() / count.clamp(min=1)
@@ -442,12 +447,12 @@ class ReplacedTokenDetection(WithGenerator):
         which = self.config.objective.disc_positions
         if which == "all":
             return self.attention_mask(batch), batch.tokens
-        at_m = torch.zeros_like(batch.x, dtype=torch.bool).scatter(1, m.at, m.valid)
+        at_m = marked(m, batch.x)
         if which == "masked":
             return at_m, batch.masked
         besides = at_m if which == "other" else None
         other = self.choose(batch, rng, Purpose.OTHER_POSITIONS, besides=besides)
-        return torch.zeros_like(at_m).scatter(1, other.at, other.valid), batch.masked
+        return marked(other, batch.x), batch.masked
 
 
 class Adversarial(ReplacedTokenDetection):
@@ -486,7 +491,7 @@ class ReplaceMLM(WithGenerator):
 
     def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
         k = self.corrupt(batch, rng, training=training)
-        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, None)
+        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt)
 
     def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
         h = self.states_at(self.discriminator, k.x_corrupt, k.m, batch, rng, training=True)
@@ -561,12 +566,21 @@ class Electric(ReplacedTokenDetection):
         log_q = self.log_q(k, k.x_corrupt[:, :, None]).squeeze(-1).detach()
         return energy + log_q + math.log(p / (1 - p))
 
+    def replaced(self, k: Corruption, batch: Batch) -> Tensor:
+        """Noise is noise even where it equals the original: only so are the odds those of d."""
+        return marked(k.m, batch.x)
+
     def generator_loss(
         self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
     ) -> Tensor:
         """The generator learns from every token but the special ones."""
         nll = -self.log_q(k, batch.x[:, :, None]).squeeze(-1)
         return (nll * self.candidates(batch)).sum() / batch.tokens.clamp(min=1)
+
+
+def marked(m: Positions, x: Tensor) -> Tensor:
+    """(B, T) bool, true at the positions m of x."""
+    return torch.zeros_like(x, dtype=torch.bool).scatter(1, m.at, m.valid)
 
 
 def disc_share(start_percent: float, progress: float) -> float:
@@ -609,7 +623,7 @@ class MaskedLM(Objective):
         m, x_masked = self.mask(batch, rng)  # (B, M), (B, T)
         h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)  # (B, M, D)
         logits = self.generator_head(h, self.generator.embeddings.table("word"))  # (B, M, V)
-        return Predictions(m, x_masked, logits, batch.x, None)
+        return Predictions(m, x_masked, logits, batch.x)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
         p = self.predict(batch, rng, training=True)

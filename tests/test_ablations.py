@@ -231,13 +231,22 @@ def slow_log_q(slow: Slow, b: int, x: np.ndarray, t: int) -> np.ndarray:
     return slow.words("generator.left", "generator_head", both)[0]
 
 
-def test_electric_is_that_of_the_loops() -> None:
+def test_electric_is_that_of_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample counts as noise, also where it is the original: the first of each row is."""
     config = settings(objective_kind="electric", encoder_layers=1)
     lengths = (9, 7, 3)  # every row is padded, or the last token has no right neighbour
     config = replace(config, data=replace(config.data, sequence_length=9))
     objective, batch = stirred(config), batch_of(config, lengths)
+    drawn = objective.sample
+
+    def lucky(g: Tensor, m: Any, *rest: Any) -> Tensor:
+        first = torch.arange(m.at.shape[1]) == 0
+        return torch.where(first, batch.x.gather(1, m.at), drawn(g, m, *rest))
+
+    monkeypatch.setattr(objective, "sample", lucky)
     k, slow = corrupted(objective, batch), Slow(objective, batch)
-    x_corrupt = k.x_corrupt.numpy()
+    x_corrupt, masked = k.x_corrupt.numpy(), places(k.m.at, k.m.valid)
+    assert 0 < (x_corrupt != slow.x).sum() == len(masked) - len(lengths)
     p = config.objective.mask_percent / 100
     energy, nll, expected = slow.d(x_corrupt), [], np.zeros(x_corrupt.shape)
     for b, t in all_places(batch):
@@ -246,11 +255,16 @@ def test_electric_is_that_of_the_loops() -> None:
         if slow.x[b, t] > 4:
             nll.append(-log_q[slow.x[b, t]])
     with torch.no_grad():
-        d = objective.predict(batch, rng(3), training=False).d
+        d, replaced = objective.predict(batch, rng(3), training=False)[-2:]
+    assert {place for place in all_places(batch) if replaced[place]} == set(masked)
     for place in all_places(batch):
         assert float(d[place]) == pytest.approx(expected[place], rel=1e-6, abs=1e-6), place
     losses = objective(batch, rng(3))
-    disc = reference.disc_loss_at(expected, slow.x, x_corrupt, all_places(batch)) / sum(lengths)
+    signs = {place: 1 if place in masked else -1 for place in all_places(batch)}
+    terms = [math.log(1 + math.exp(-signs[place] * expected[place])) for place in signs]
+    disc = math.fsum(terms) / sum(lengths)
+    right = sum(signs[place] * expected[place] > 0 for place in signs)
+    assert (int(losses.disc_correct), int(losses.replaced)) == (right, len(masked) - len(lengths))
     assert float(losses.disc) == pytest.approx(disc, rel=1e-6)
     total = 50 * disc + math.fsum(nll) / sum(lengths)
     assert float(losses.total.detach()) == pytest.approx(total, rel=1e-6)
