@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from scipy.stats import chisquare
 from test_pretrain import assert_same_run, metrics, stop_after, with_run
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra import hf, objectives
@@ -738,6 +741,39 @@ def test_no_more_logits_live_at_once_than_one_part_has(
         kept[length] = sum(held)
     # What is kept over the vocabulary belongs to the few masked positions and to the tables.
     assert kept[122] <= 2 * kept[61] < 61 * words
+
+
+def test_memory_of_all_tokens_mlm_grows_with_the_length_as_that_of_detection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Measured, bytes alive at once in a step: linearly, and by nothing for the vocabulary."""
+    words, lengths = 5003, (64, 128, 256)
+
+    def growth(kind: str, at_once: int = 32) -> list[int]:
+        monkeypatch.setattr(objectives, "POSITIONS_AT_ONCE", at_once)
+        peaks = []
+        for length in lengths:
+            config = settings(
+                objective_kind=kind,
+                objective_mask_percent=1.0,
+                encoder_max_positions=256,
+                data_sequence_length=length,
+            )
+            objective = built(config, words)
+            batch = batch_of(config, (length,) * 3, vocab_size=words)
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                objective(batch, rng(3)).total.backward()
+            seen.export_chrome_trace(str(tmp_path / "trace.json"))
+            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+            peaks.append(max(accumulate(e["args"]["Bytes"] for e in events)))
+        return [after - before for before, after in pairwise(peaks)]
+
+    ours, detection = growth("all_tokens_mlm"), growth("rtd")
+    assert ours[1] == pytest.approx(2 * ours[0], rel=0.25)
+    assert ours[1] < 1.2 * detection[1]
+    logits = 3 * (lengths[2] - lengths[1]) * words * 4
+    assert ours[1] < logits < growth("all_tokens_mlm", at_once=10_000)[1]
 
 
 # ---------------------------------------------------------------------- two stages
