@@ -32,7 +32,7 @@ from electra.evaluate import token_counts
 from electra.objectives import Batch, Corruption, Objective
 from electra.plan import count_parameters
 from electra.pretrain import pretrain
-from electra.randomness import StepRng
+from electra.randomness import Purpose, StepRng
 from electra.rundir import load_run
 
 # Every kind of objective, as changes to the settings.
@@ -179,6 +179,47 @@ def test_detection_is_that_of_the_loops_on_every_choice_of_positions(
     assert float(losses.total.detach()) == pytest.approx(mlm + 50 * disc, rel=1e-6)
     right = sum((d[place] > 0) == (x_corrupt[place] != slow.x[place]) for place in chosen)
     assert (int(losses.disc_correct), int(losses.scored)) == (right, len(chosen))
+
+
+@pytest.mark.parametrize(
+    "kind", ["rtd", "uniform", "unigram", "disallow", "temperature", "frozen", "two_stage"]
+)
+def test_samples_of_every_generator_and_the_loss_on_them_are_those_of_the_loops(kind: str) -> None:
+    config, step = settings(**KINDS[kind]), 3
+    counts = torch.arange(V).double() ** 2
+    objective, batch = stirred(config, frequencies=counts), batch_of(config)
+    objective.stage = "discriminator" if kind == "two_stage" else objective.stage
+    k, slow = corrupted(objective, batch, step), Slow(objective, batch)
+    x_corrupt, shown = k.x_corrupt.numpy(), k.x_masked.numpy()
+    u = rng(step=step).uniform(Purpose.SAMPLE, k.m.at.shape[1])
+    for b, slot in k.m.valid.nonzero().tolist():
+        t = int(k.m.at[b, slot])
+        if kind in ("uniform", "unigram"):
+            logits = np.log(np.maximum(counts.numpy() if kind == "unigram" else np.ones(V), 1e-300))
+        else:
+            h = slow.states("generator", b, shown[b])[t : t + 1]
+            logits = slow.words("generator", "generator_head", h)[0]
+        if kind == "temperature":
+            logits = logits / (1 + math.exp(-step / 5))  # 2 at first
+        if kind == "disallow":
+            logits[slow.x[b, t]] = -math.inf
+        # On a border between two tokens rounding may decide either way.
+        at = [min(max(float(u[b, slot]) + e, 0.0), 1.0) for e in (-2e-6, 0, 2e-6)]
+        assert x_corrupt[b, t] in {reference.inverse_cdf(logits.tolist(), each) for each in at}
+    losses, masked = objective(batch, rng(step=step)), places(k.m.at, k.m.valid)
+    mlm = 0.0
+    if objective.generator is not None:
+        mlm = slow.mlm("generator", "generator_head", masked, shown) / len(masked)
+    disc = reference.disc_loss_at(slow.d(x_corrupt), slow.x, x_corrupt, all_places(batch))
+    disc /= sum(LENGTHS)
+    learns = kind in ("rtd", "disallow", "temperature")
+    assert float(losses.mlm) == pytest.approx(mlm, rel=1e-6)
+    assert float(losses.disc) == pytest.approx(disc, rel=1e-6)
+    assert float(losses.total.detach()) == pytest.approx(mlm * learns + 50 * disc, rel=1e-6)
+    if kind == "two_stage":
+        objective.stage = "generator"
+        first = objective(batch, rng(step=step))
+        assert float(first.total.detach()) == pytest.approx(mlm, rel=1e-6)
 
 
 def test_replace_mlm_is_that_of_the_loops() -> None:
