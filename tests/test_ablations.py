@@ -929,6 +929,18 @@ def test_a_frozen_generator_stays_to_the_last_bit(
     with pytest.raises(ElectraError) as caught:
         pretrain(config, corpus, tmp_path / "untrained", quiet=True)
     assert caught.value.where == "generator.frozen"
+    hf.export_run(tmp_path, tmp_path / "out")
+    for kind in ("discriminator", "generator"):
+        pretrained = hf.load_pretrained(tmp_path / "out" / kind)
+        if kind == "discriminator":
+            with pytest.raises(ElectraError, match="There is no generator here"):
+                hf.initial_state(pretrained, config, corpus.vocab_size)
+        else:  # a masked language model is all it takes
+            state = hf.initial_state(pretrained, config, corpus.vocab_size)
+            assert unlike(state.parameters, weights_at(tmp_path, 4)) == {
+                "discriminator",
+                "discriminator_head",
+            }
 
 
 # ---------------------------------------------------------------------- from a run to the next use
