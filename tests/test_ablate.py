@@ -963,6 +963,27 @@ def test_a_damaged_record_is_refused(study: Path, change: dict[str, Any]) -> Non
 # ---------------------------------------------------------------------- the paper map
 
 
+def test_every_line_of_the_paper_map_is_an_experiment_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    lines = re.findall(r"`(--[^`]+)`", page.partition("## One line each")[2].partition("\n## ")[0])
+    assert len(lines) == 21
+    found = set[str]()
+    for line in lines:
+        flags = line.replace("--init RUN ", "").split()
+        assert cli.run(["plan", "small", *flags]) == 0
+        shown = re.search(r"^generator +(.*)", capsys.readouterr().out, re.M)
+        config = cli._parse(["plan", "small", *flags]).settings  # type: ignore[union-attr]
+        found.add(json.dumps(to_dict(config)))
+        kind, size = config.generator.kind, config.generator
+        network = f"{round(12 * size.depth)} x {round(256 * size.width)}"
+        wanted = "none" if config.objective.kind == "mlm" else network
+        assert shown
+        assert shown[1] == (wanted if kind == "network" else kind)
+    assert len(found) == len(lines)
+
+
 def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:
     import importlib
 
