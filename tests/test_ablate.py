@@ -909,6 +909,12 @@ def test_score_over_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     lines = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axis.containers}
     assert lines["ELECTRA"] == [[2e15, pytest.approx(56.5)], [4e15, pytest.approx(62.75)]]
     assert [x for x, _ in lines["BERT"]] == [1.5e15, 3e15]
+    # Seeds 0.5 points apart; half of the interval: 12.7062 (t, 1 degree of freedom) × 0.25.
+    bars = {c.get_label(): c.lines[2][0].get_segments() for c in axis.containers}
+    assert [end for _, end in bars["ELECTRA"][1].tolist()] == [
+        pytest.approx(62.75 - 3.1766, abs=1e-3),
+        pytest.approx(62.75 + 3.1766, abs=1e-3),
+    ]
 
 
 def test_score_over_generator_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -971,10 +977,10 @@ def test_every_line_of_the_paper_map_is_an_experiment_of_its_own(
     assert len(lines) == 21
     found = set[str]()
     for line in lines:
-        flags = line.replace("--init RUN ", "").split()
-        assert cli.run(["plan", "small", *flags]) == 0
+        plan: Any = cli._parse(["plan", "small", *line.replace("--init RUN ", "").split()])
+        plan.run()
         shown = re.search(r"^generator +(.*)", capsys.readouterr().out, re.M)
-        config = cli._parse(["plan", "small", *flags]).settings  # type: ignore[union-attr]
+        config = plan.settings
         found.add(json.dumps(to_dict(config)))
         kind, size = config.generator.kind, config.generator
         network = f"{round(12 * size.depth)} x {round(256 * size.width)}"

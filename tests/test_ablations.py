@@ -423,12 +423,14 @@ LEARNERS: dict[str, tuple[set[str], set[str]]] = {  # kind: what each of the two
     "other": (KEPT | {"discriminator_head"}, GENERATOR),
     "random": (KEPT | {"discriminator_head"}, GENERATOR),
     "uniform": (KEPT | {"discriminator_head"}, set()),
+    "unigram": (KEPT | {"discriminator_head"}, set()),
     "disallow": (KEPT | {"discriminator_head"}, GENERATOR),
     "temperature": (KEPT | {"discriminator_head"}, GENERATOR),
     "adversarial": (KEPT | {"discriminator_head"}, GENERATOR | {"baseline"}),
     "disentangled": (KEPT | {"discriminator_head"}, GENERATOR),
     "frozen": (KEPT | {"discriminator_head"}, set()),
     "mlm": (set(), GENERATOR),
+    "bert": (set(), GENERATOR),
     "replace_mlm": (KEPT | {"main_head"}, GENERATOR),
     "all_tokens_mlm": (KEPT | {"main_head", "discriminator_head"}, GENERATOR),
     "electric": (KEPT | {"discriminator_head"}, GENERATOR),
@@ -444,6 +446,10 @@ def learners(objective: Objective, total: Tensor) -> set[str]:
             reached.setdefault(module, set()).add(bool(g.any()))
     assert all(len(values) == 1 for values in reached.values()), reached
     return {module for module, values in reached.items() if True in values}
+
+
+def test_every_kind_is_looked_at() -> None:
+    assert set(LEARNERS) == set(KINDS) - {"two_stage"}  # whose stages are looked at below
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -640,6 +646,26 @@ def test_when_all_is_masked_the_masked_positions_are_all() -> None:
     each = every.main_loss(corrupted(every, batch), batch, rng()).each
     expected = each[every.candidates(batch)].sum() / count
     torch.testing.assert_close(some(batch, rng()).disc, expected.detach())
+
+
+def test_when_all_is_masked_and_the_gate_is_shut_all_tokens_mlm_is_replace_mlm() -> None:
+    every = stirred(settings(objective_kind="all_tokens_mlm", objective_mask_percent=99.9))
+    some = stirred(settings(objective_kind="replace_mlm", objective_mask_percent=99.9))
+    some.load_state_dict({n: t for n, t in every.state_dict().items() if n in some.state_dict()})
+    batch = batch_of(some.config)
+    k = corrupted(every, batch)
+    assert torch.equal(k.x_corrupt, corrupted(some, batch).x_corrupt)
+
+    def mean_over_masked() -> Tensor:
+        each = every.main_loss(k, batch, rng()).each
+        return each[every.candidates(batch)].sum() / batch.masked
+
+    open_gate = mean_over_masked()
+    with torch.no_grad():
+        every.discriminator_head.w.bias.fill_(1e4)
+    replaced = some.main_loss(k, batch, rng()).loss
+    torch.testing.assert_close(mean_over_masked(), replaced)
+    assert float(open_gate.detach()) != pytest.approx(float(replaced.detach()), rel=1e-3)
 
 
 def test_unigram_with_equal_frequencies_is_uniform() -> None:
