@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -455,6 +455,7 @@ class ReplacedTokenDetection(WithGenerator):
         return marked(other, batch.x), batch.masked
 
 
+@final
 class Adversarial(ReplacedTokenDetection):
     """max over θ_G instead: the generator is rewarded with the discriminator's loss (appendix F).
 
@@ -483,6 +484,7 @@ class Adversarial(ReplacedTokenDetection):
         return loss.sum() / batch.masked.clamp(min=1)
 
 
+@final
 class ReplaceMLM(WithGenerator):
     """min  L_MLM(x, θ_G) + λ · E(Σ_{i in m} −log p(x_i | x_corrupt))          MLM without [MASK]"""
 
@@ -500,6 +502,7 @@ class ReplaceMLM(WithGenerator):
         return Main(loss, right, k.m.valid.sum())
 
 
+@final
 class AllTokensMLM(ReplacedTokenDetection):
     """min  L_MLM(x, θ_G) + λ · E(Σ_t −log p(x_t | x_corrupt)) over every token, with a copy gate:
 
@@ -524,6 +527,7 @@ class AllTokensMLM(ReplacedTokenDetection):
         return Main(loss, right.sum(), is_token.sum(), nll)
 
 
+@final
 class Electric(ReplacedTokenDetection):
     """Noise-contrastive estimation of an energy E(x)_t ∝ −log p(x_t | all other tokens).
 
@@ -606,6 +610,7 @@ def log_softmax_at(head: GeneratorHead, h: Tensor, table: Tensor, targets: Tenso
     )
 
 
+@final
 class MaskedLM(Objective):
     """min  L_MLM(x, θ)          one encoder, the BERT baseline (paper, sections 3.3 and 3.4)"""
 
