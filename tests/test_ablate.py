@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from electra import ablate, cli
-from electra.config import PretrainConfig, to_dict
+from electra.config import PretrainConfig, flat, to_dict
 from electra.corpus import Corpus
 from electra.errors import CorruptError, ElectraError
 from electra.flops import matmul_flops_per_token
@@ -988,6 +988,34 @@ def test_every_line_of_the_paper_map_is_an_experiment_of_its_own(
         assert shown
         assert shown[1] == (wanted if kind == "network" else kind)
     assert len(found) == len(lines)
+
+
+def test_the_numbers_of_the_paper_map_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    records = sorted(ROOT.glob("results/**/ablate.json"))
+    shown = report([file.parent for file in records])
+    numbers = set(re.findall(r"\d+\.\d ± \d+\.\d", page))
+    assert len(numbers) > 12
+    assert not {number for number in numbers if number not in shown}
+    # The same settings and seed in two studies.
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for file in records:
+        record = json.loads(file.read_bytes())
+        source = record["environment"]["source"]  # by the same program
+        for cell in record["cells"]:
+            setting = flat(record["base"]) | cell["differs"] | {"run.seed": cell["seed"]}
+            same = cells.setdefault(
+                json.dumps([setting, record["tuning"], source], sort_keys=True), {}
+            )
+            same[file.parent.name] = cell
+    twice = [list(same.values()) for same in cells.values() if len(same) > 1]
+    assert len(twice) == 6
+    apart = [100 * abs(a["score"] - b["score"]) for a, b in twice]
+    assert f"differ by {min(apart):.1f} to {max(apart):.1f}" in page
+    of_rte = [
+        100 * abs(a["scores"]["rte"]["median"] - b["scores"]["rte"]["median"]) for a, b in twice
+    ]
+    assert f"up to {max(of_rte):.1f}" in page
 
 
 def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:
