@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from electra import cli
 from electra.config import EncoderConfig, ObjectiveConfig, PretrainConfig
-from electra.flops import KINDS, matmul_flops_per_token, paper_flops
+from electra.flops import KINDS, _encoder, _heads, matmul_flops_per_token, paper_flops
 from electra.objectives import Batch, SpecialIds, build_objective
 from electra.randomness import StepRng
 from electra.recipes import recipe
@@ -80,6 +80,25 @@ def test_others_that_the_script_counts_come_out_as_well() -> None:
     )
     total = paper_flops(albert, 30_000, 1_500_000)
     assert total == pytest.approx(3.113923955392512e22, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "printed", "table"),
+    [
+        ("small", 128, 3_677_281_792, "3.7e+09"),
+        ("base", 128, None, "2.9e+10"),
+        ("base", 512, 122_298_857_472, None),
+        ("large", 512, 370_347_667_456, None),
+    ],
+)
+def test_so_does_inference_on_one_sequence(
+    name: str, length: int, printed: int | None, table: str | None
+) -> None:
+    c = recipe(name).encoder
+    parts = (*_encoder(c, length, 30_522), *_heads(c, "dense", 30_522)["replaced"])
+    total = length * sum(parts)
+    assert printed in (None, total)
+    assert table in (None, f"{total:.1e}")
 
 
 def test_what_the_docstring_says_of_the_rules_is_so() -> None:
