@@ -187,12 +187,13 @@ class PlanCommand:
         )
         s, name = self.settings, self.gpu or "H200"
         g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
+        generator = f"{g.layers} x {g.hidden_size}" if s.generator.kind == "network" else ""
         batch = plan.state_bytes + (s.data.micro_batch or s.data.batch_size) * each
         rows = {
             "recipe": s.name,
             "encoder": f"{s.encoder.layers} x {s.encoder.hidden_size}, {s.encoder.attention_heads} "
             f"heads, feed-forward {s.encoder.ffn_size}, embeddings {s.encoder.embedding_size}",
-            "generator": f"{g.layers} x {g.hidden_size}" if s.objective.kind == "rtd" else "none",
+            "generator": "none" if s.objective.kind == "mlm" else generator or s.generator.kind,
             "parameters kept": f"{plan.discriminator_parameters:,}",
             "parameters of the generator": f"{plan.generator_parameters:,}",
             "tokens per step": f"{plan.tokens_per_step:,}",

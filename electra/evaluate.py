@@ -93,10 +93,10 @@ def evaluate(
         valid = p.m.valid.flatten()
         nll.append(each[valid].cpu().numpy())
         right.append((p.mlm_logits.argmax(-1) == original).flatten()[valid].cpu().numpy())
-        if p.d is not None:
+        if p.d is not None and p.replaced is not None:
             token = objective.attention_mask(batch)
             logits.append(p.d[token].cpu().numpy())
-            labels.append((p.x_corrupt != batch.x)[token].cpu().numpy())
+            labels.append(p.replaced[token].cpu().numpy())
     found = Evaluation(
         mlm_loss=float(np.concatenate(nll).mean()),
         mlm_accuracy=float(np.concatenate(right).mean()),

@@ -877,8 +877,8 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
 
     Raises when a network that is there does not fit the settings.
     """
-    if config.objective.kind in ("mlm", "replace_mlm"):
-        pretrained.network("generator")  # nothing else is trained, so it has to be there
+    if config.objective.kind in ("mlm", "replace_mlm") or config.generator.frozen:
+        pretrained.network("generator")  # nothing else learns, or this never will: it must be there
     # The special ids are of no weight here: nothing is masked.
     objective = build_objective(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
     notes: list[str] = []

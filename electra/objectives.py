@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import abstractmethod
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +87,8 @@ class Predictions(NamedTuple):
     x_masked: Tensor  # (B, T)
     mlm_logits: Tensor  # (B, M, V)
     x_corrupt: Tensor  # (B, T)
-    d: Tensor | None  # (B, T) logits of replaced
+    d: Tensor | None = None  # (B, T) logits of replaced
+    replaced: Tensor | None = None  # (B, T) bool, what d is to tell
 
 
 class SpecialIds(NamedTuple):
@@ -421,17 +422,21 @@ class ReplacedTokenDetection(WithGenerator):
     def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
         k = self.corrupt(batch, rng, training=training)
         d = self.detect(k, batch, rng, training=training)
-        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, d)
+        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, d, self.replaced(k, batch))
 
     def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
         """d (B, T):  σ(d) = P(replaced) = 1 − D(x_corrupt, t)"""
         h = self.encode(self.discriminator, k.x_corrupt, batch, rng, training=training)  # (B, T, D)
         return self.discriminator_head(h)
 
+    def replaced(self, k: Corruption, batch: Batch) -> Tensor:
+        """(B, T) bool: a lucky guess counts as original."""
+        return k.x_corrupt != batch.x
+
     def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
         """L_Disc = E(Σ_t −1(x_t^corrupt = x_t) log D(t) − 1(≠) log(1 − D(t)))"""
         d = self.detect(k, batch, rng, training=True)  # (B, T)
-        replaced = k.x_corrupt != batch.x  # a lucky guess counts as original
+        replaced = self.replaced(k, batch)
         bce = F.binary_cross_entropy_with_logits(d, replaced.to(d.dtype), reduction="none")
         scored, count = self.scored(k.m, batch, rng)
         loss = (bce * scored).sum() / count.clamp(min=1)
@@ -442,14 +447,15 @@ class ReplacedTokenDetection(WithGenerator):
         which = self.config.objective.disc_positions
         if which == "all":
             return self.attention_mask(batch), batch.tokens
-        at_m = torch.zeros_like(batch.x, dtype=torch.bool).scatter(1, m.at, m.valid)
+        at_m = marked(m, batch.x)
         if which == "masked":
             return at_m, batch.masked
         besides = at_m if which == "other" else None
         other = self.choose(batch, rng, Purpose.OTHER_POSITIONS, besides=besides)
-        return torch.zeros_like(at_m).scatter(1, other.at, other.valid), batch.masked
+        return marked(other, batch.x), batch.masked
 
 
+@final
 class Adversarial(ReplacedTokenDetection):
     """max over θ_G instead: the generator is rewarded with the discriminator's loss (appendix F).
 
@@ -478,6 +484,7 @@ class Adversarial(ReplacedTokenDetection):
         return loss.sum() / batch.masked.clamp(min=1)
 
 
+@final
 class ReplaceMLM(WithGenerator):
     """min  L_MLM(x, θ_G) + λ · E(Σ_{i in m} −log p(x_i | x_corrupt))          MLM without [MASK]"""
 
@@ -486,7 +493,7 @@ class ReplaceMLM(WithGenerator):
 
     def predict(self, batch: Batch, rng: StepRng, *, training: bool = False) -> Predictions:
         k = self.corrupt(batch, rng, training=training)
-        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt, None)
+        return Predictions(k.m, k.x_masked, k.g, k.x_corrupt)
 
     def main_loss(self, k: Corruption, batch: Batch, rng: StepRng) -> Main:
         h = self.states_at(self.discriminator, k.x_corrupt, k.m, batch, rng, training=True)
@@ -495,6 +502,7 @@ class ReplaceMLM(WithGenerator):
         return Main(loss, right, k.m.valid.sum())
 
 
+@final
 class AllTokensMLM(ReplacedTokenDetection):
     """min  L_MLM(x, θ_G) + λ · E(Σ_t −log p(x_t | x_corrupt)) over every token, with a copy gate:
 
@@ -519,6 +527,7 @@ class AllTokensMLM(ReplacedTokenDetection):
         return Main(loss, right.sum(), is_token.sum(), nll)
 
 
+@final
 class Electric(ReplacedTokenDetection):
     """Noise-contrastive estimation of an energy E(x)_t ∝ −log p(x_t | all other tokens).
 
@@ -561,12 +570,21 @@ class Electric(ReplacedTokenDetection):
         log_q = self.log_q(k, k.x_corrupt[:, :, None]).squeeze(-1).detach()
         return energy + log_q + math.log(p / (1 - p))
 
+    def replaced(self, k: Corruption, batch: Batch) -> Tensor:
+        """Noise is noise even where it equals the original: only so are the odds those of d."""
+        return marked(k.m, batch.x)
+
     def generator_loss(
         self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
     ) -> Tensor:
         """The generator learns from every token but the special ones."""
         nll = -self.log_q(k, batch.x[:, :, None]).squeeze(-1)
         return (nll * self.candidates(batch)).sum() / batch.tokens.clamp(min=1)
+
+
+def marked(m: Positions, x: Tensor) -> Tensor:
+    """(B, T) bool, true at the positions m of x."""
+    return torch.zeros_like(x, dtype=torch.bool).scatter(1, m.at, m.valid)
 
 
 def disc_share(start_percent: float, progress: float) -> float:
@@ -592,6 +610,7 @@ def log_softmax_at(head: GeneratorHead, h: Tensor, table: Tensor, targets: Tenso
     )
 
 
+@final
 class MaskedLM(Objective):
     """min  L_MLM(x, θ)          one encoder, the BERT baseline (paper, sections 3.3 and 3.4)"""
 
@@ -609,7 +628,7 @@ class MaskedLM(Objective):
         m, x_masked = self.mask(batch, rng)  # (B, M), (B, T)
         h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)  # (B, M, D)
         logits = self.generator_head(h, self.generator.embeddings.table("word"))  # (B, M, V)
-        return Predictions(m, x_masked, logits, batch.x, None)
+        return Predictions(m, x_masked, logits, batch.x)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
         p = self.predict(batch, rng, training=True)

@@ -3,14 +3,15 @@ report.html with all there is to know of them on one page (`report_html.py`).
 
 Comes in: directories of pre-training runs (run.json, metrics.jsonl), of fine-tuning runs
 (results.json), of benchmarks, which hold one fine-tuning run per task, and of studies
-(ablate.json). Goes out: a table of each sort. Names of runs, tasks and models are somebody else's
-text, so they are shown as code in Markdown, never start a formula in CSV, and are no mathematics in
-the picture.
+(ablate.json). Goes out: a table of each sort, and the paper's order by scale where a study was run
+at several. Names of runs, tasks and models are somebody else's text, so they are shown as code in
+Markdown, never start a formula in CSV, and are no mathematics in the picture.
 """
 
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import itertools
 import json
@@ -117,6 +118,12 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
     for study in studies:
         figures, cells = _study_figures(study), _study_runs(study)
         sections.append(Section(_study_table(study), figures, [], cells))
+    same: dict[tuple[str, ...], list[_Study]] = {}
+    for study in studies:
+        same.setdefault((study.name, *sorted(study.tasks)), []).append(study)
+    for several in same.values():
+        if lines := _order_by_scale([study for study in several if study.rows]):
+            sections.append(Section(lines, [], [], []))
     return sections
 
 
@@ -343,16 +350,22 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Of the values of several seeds; a single one has no spread, none have no mean either."""
     import numpy as np
 
-    n = len(values)
-    if n < 2:
+    if len(values) < 2:
         return Spread(values[0], None, None) if values else None
     std = float(np.std(values, ddof=1))
+    return Spread(float(np.mean(values)), std, _half_width(len(values)) * std)
+
+
+@functools.cache
+def _half_width(n: int) -> float:
+    """Half of the 95 % confidence interval of n values by Student's t, in standard deviations."""
+    import numpy as np
+
     # With t = √f tan θ the density of Student's t with f degrees of freedom is cosᶠ⁻¹ θ.
     middle = np.pi * ((np.arange(1_000_000) + 0.5) / 1_000_000 - 0.5)
     mass = np.cumsum(np.cos(middle) ** (n - 2))
     theta = np.interp(0.975 * mass[-1], mass, middle + np.pi / 2e6)
-    t = math.sqrt(n - 1) * math.tan(theta)
-    return Spread(float(np.mean(values)), std, t * std / math.sqrt(n))
+    return math.sqrt((n - 1) / n) * math.tan(theta)
 
 
 def _values(cells: Sequence[_Run], key: str) -> list[float]:
@@ -363,8 +376,7 @@ def _values(cells: Sequence[_Run], key: str) -> list[float]:
 def _study_table(study: _Study) -> list[str]:
     """Per setting the mean over tasks of medians, over pre-training seeds, beside the paper's."""
     paper = PAPER.get(study.name, {})
-    # The row that is ELECTRA itself, where the study has one, else the first.
-    first = min(study.rows, key=lambda label: bool(study.rows[label][0]["differs"]), default="")
+    first = _first(study)
     head = ["setting", "seeds", "mean over tasks", f"minus {code(first)}", "paper"]
     head += [*map(code, study.tasks), "FLOPs", "steps", "MLM accuracy", "AUC"]
     rows: list[list[str]] = []
@@ -404,6 +416,11 @@ def _study_table(study: _Study) -> list[str]:
     return [*lines, *troubles, *[""] * bool(troubles)]
 
 
+def _first(study: _Study) -> str:
+    """The row that is ELECTRA itself, where the study has one, else the first."""
+    return min(study.rows, key=lambda label: bool(study.rows[label][0]["differs"]), default="")
+
+
 def _gap(study: _Study, label: str, other: str) -> Spread | None:
     """How far a setting is above another one: the seeds share text and masks, so pair by pair."""
     ours, theirs = (
@@ -413,26 +430,69 @@ def _gap(study: _Study, label: str, other: str) -> Spread | None:
     return spread([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
 
 
+def _paper_pairs(name: str) -> dict[tuple[str, str], float]:
+    """Every two settings that the paper has in an order, and by how much."""
+    scores = PAPER.get(name, {}).items()
+    paper = {label: float(score) for label, score in scores if re.fullmatch(r"[\d.]+", score)}
+    pairs = itertools.permutations(paper, 2)
+    return {(a, b): paper[a] - paper[b] for a, b in pairs if paper[a] > paper[b]}
+
+
+def _verdict(gap: Spread, theirs: float) -> str:
+    """What a difference says of the paper's; if nothing, the seeds that would show one as large.
+
+    Those are as many as make half of the interval as small, at the spread that is seen.
+    """
+    if gap.std is None or gap.half is None:
+        return "too few seeds to say"
+    if abs(gap.mean) > gap.half:
+        return "held" if gap.mean > 0 else "the reverse"
+    ratio = 100 * gap.std / theirs
+    if not ratio < 100:  # tens of thousands, or no number
+        return "not shown"
+    n = max(2, math.ceil((1.9599 * ratio) ** 2))  # t is above it for every n
+    while _half_width(n) * ratio > 1:
+        n += 1
+    return f"not shown ({n:,} seeds)"
+
+
+_SEEDS = "In brackets: how many seeds would show the paper's difference at the spread seen here."
+
+
 def _paper_order(study: _Study) -> list[str]:
     """What our differences say of every two settings that the paper has in an order."""
-    paper = {
-        label: float(score)
-        for label, score in PAPER.get(study.name, {}).items()
-        if label in study.rows and re.fullmatch(r"[\d.]+", score)
-    }
-    rows: list[list[str]] = []
-    for above, below in itertools.permutations(paper, 2):
-        if paper[above] > paper[below] and (gap := _gap(study, above, below)):
-            verdict = "too few seeds to say"
-            if gap.half is not None:
-                low, high = gap.mean - gap.half, gap.mean + gap.half
-                verdict = "held" if low > 0 else "the reverse" if high < 0 else "not shown"
-            theirs = f"{paper[above] - paper[below]:.1f}"
-            rows.append([f"{code(above)} above {code(below)}", theirs, str(gap), verdict])
+    rows = [
+        [f"{code(a)} above {code(b)}", f"{theirs:.1f}", str(gap), _verdict(gap, theirs)]
+        for (a, b), theirs in _paper_pairs(study.name).items()
+        if (gap := _gap(study, a, b))
+    ]
     if not rows:
         return []
     head = ["the paper's order", "by", "here, 95 % confidence interval", "verdict"]
-    return [*table(head, rows), ""]
+    return [*table(head, rows), "", *[_SEEDS, ""] * any("not shown" in row[-1] for row in rows)]
+
+
+def _order_by_scale(studies: list[_Study]) -> list[str]:
+    """The same of one study at several scales, the smallest first, and from which on it is held."""
+    sizes = [(study.rows[_first(study)][0], study) for study in studies]
+    sizes.sort(key=lambda size: size[0]["flops"])
+    scales = [f"{cell['steps']:,} steps ({cell['flops']:.3g} FLOPs)" for cell, _ in sizes]
+    rows: list[list[str]] = []
+    for (a, b), theirs in _paper_pairs(studies[0].name).items() if len(studies) > 1 else ():
+        gaps, since = [_gap(study, a, b) for _, study in sizes], ""
+        for scale, gap in zip(scales, gaps, strict=True):
+            if gap and gap.half is not None:  # a scale with fewer than two seeds says nothing
+                since = (since or scale) if gap.mean > gap.half else ""
+        if any(gaps):
+            shown = [f"{gap}: {_verdict(gap, theirs)}" if gap else _NONE for gap in gaps]
+            row = [f"{code(a)} above {code(b)}", f"{theirs:.1f}", *shown, since or "not yet"]
+            rows.append(row)
+    if not rows:
+        return []
+    where = [f"{scale} in {code(s.title)}" for scale, (_, s) in zip(scales, sizes, strict=True)]
+    head = ["the paper's order", "by", *where, "held from"]
+    title = f"## Study {code(studies[0].name)}: the paper's order by scale"
+    return [title, "", *table(head, rows), "", _SEEDS, ""]
 
 
 def _study_runs(study: _Study) -> list[_Run]:

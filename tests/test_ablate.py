@@ -12,7 +12,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from electra import ablate, cli
-from electra.config import PretrainConfig, to_dict
+from electra.config import PretrainConfig, flat, to_dict
 from electra.corpus import Corpus
 from electra.errors import CorruptError, ElectraError
 from electra.flops import matmul_flops_per_token
@@ -28,7 +28,7 @@ from electra.optim import learning_rate
 from electra.plan import make_plan
 from electra.pretrain import pretrain
 from electra.recipes import masked_lm, recipe
-from electra.report import report, spread
+from electra.report import Spread, _verdict, report, spread
 from electra.runlog import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -701,7 +701,10 @@ def test_the_report_says_of_the_papers_order_what_the_seeds_show(
 ) -> None:
     # 0.01, 0.01 and 0.03 apart, as computed above; a row without scores is not in it.
     lines = [line for line in report([study]).splitlines() if " above " in line]
-    assert lines == ["| `ELECTRA` above `BERT` | 2.8 | 1.7 ± 1.2 (-1.2 to 4.5) | not shown |"]
+    # Half of the interval at this spread is 2.87 with 3 seeds, 3.182446 × 1.1547 / 2 = 1.84 with 4.
+    assert lines == [
+        "| `ELECTRA` above `BERT` | 2.8 | 1.7 ± 1.2 (-1.2 to 4.5) | not shown (4 seeds) |"
+    ]
     values = {"none": (0.30, 0.32), "token embeddings": (0.40, 0.42), "all weights": (0.1, 0.12)}
     cells = [
         a_cell(label, seed, {"cola": [0, value, 1], "rte": [0, 0.5, 1]})
@@ -715,6 +718,104 @@ def test_the_report_says_of_the_papers_order_what_the_seeds_show(
     )
     alone = report([a_study(tmp_path / "alone", cells[::2], "sharing")])
     assert "| `token embeddings` above `none` | 0.7 | 5.0 | too few seeds to say |" in alone
+
+
+def at_scale(directory: Path, steps: int, above_bert: Mapping[str, Sequence[float]]) -> Path:
+    """A study whose rows are so many points above BERT's 50.0, seed by seed."""
+    cells = [
+        a_cell(label, seed, {"cola": [0, 0.5 + points / 50, 1], "rte": [0, 0.5, 1]}, **more)
+        for label, all_points in {**above_bert, "BERT": [0, 0, 0, 0]}.items()
+        for seed, points in enumerate(all_points)
+        for more in [{"steps": steps, "flops": steps * 2e12}]
+    ]
+    cells.append(a_cell("ELECTRA 15%", 0, {}, state="not finished"))
+    return a_study(directory, cells)
+
+
+def test_the_papers_order_is_told_scale_by_scale(tmp_path: Path) -> None:
+    """Half of an interval: 4 seeds 3.182446 × s / 2, 2 seeds 6.3531 × the difference of the two."""
+    studies = [
+        at_scale(
+            tmp_path / "long",
+            4000,
+            {"ELECTRA": [3, 4, 4, 5], "All-Tokens MLM": [2], "Replace MLM": [0, 2, 2, 4]},
+        ),
+        at_scale(
+            tmp_path / "short",
+            1000,
+            {"ELECTRA": [3, 3.2], "All-Tokens MLM": [2, 2.2], "Replace MLM": [-2, -2.2]},
+        ),
+        at_scale(tmp_path / "middle", 2000, {"ELECTRA": [0, 2], "Replace MLM": [1.9, 2.1]}),
+        a_study(tmp_path / "nothing", []),
+    ]
+    text = report(studies, tmp_path / "out")
+    head, _, *rows = text.partition("the paper's order by scale\n\n")[2].splitlines()
+    assert text.count("by scale") == 1
+    short, middle, long = (
+        f"{n},000 steps ({2 * n}e+15 FLOPs) in `{name}`"
+        for n, name in ((1, "short"), (2, "middle"), (4, "long"))
+    )
+    assert head == f"| the paper's order | by | {short} | {middle} | {long} | held from |"
+    found = {line.split(" | ")[0]: line.split(" | ")[1:] for line in rows if " above " in line}
+    assert found["| `ELECTRA` above `BERT`"] == [
+        "2.8",
+        "3.1 ± 0.1 (1.8 to 4.4): held",
+        "1.0 ± 1.4 (-11.7 to 13.7): not shown (4 seeds)",  # 3: 3.51; 4: 2.25
+        "4.0 ± 0.8 (2.7 to 5.3): held",
+        "4,000 steps (8e+15 FLOPs) |",  # and not from 1,000 on
+    ]
+    assert found["| `All-Tokens MLM` above `BERT`"] == [
+        "2.1",
+        "2.1 ± 0.1 (0.8 to 3.4): held",
+        "–",
+        "2.0: too few seeds to say",
+        "1,000 steps (2e+15 FLOPs) |",  # the other two say nothing
+    ]
+    assert found["| `Replace MLM` above `BERT`"] == [
+        "0.2",
+        "-2.1 ± 0.1 (-3.4 to -0.8): the reverse",
+        "2.0 ± 0.1 (0.7 to 3.3): held",
+        "2.0 ± 1.6 (-0.6 to 4.6): not shown (259 seeds)",  # 1.96920 × 1.6330 / √259 = 0.19981
+        "not yet |",
+    ]
+    assert set(found) == {
+        "| `ELECTRA` above `All-Tokens MLM`",
+        "| `ELECTRA` above `Replace MLM`",
+        "| `ELECTRA` above `BERT`",
+        "| `All-Tokens MLM` above `Replace MLM`",
+        "| `All-Tokens MLM` above `BERT`",
+        "| `Replace MLM` above `BERT`",
+    }
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<td>4,000 steps (8e+15 FLOPs)</td>" in page
+    assert "by scale" not in report(studies[:1])
+
+
+def test_other_tasks_are_no_other_scale(tmp_path: Path) -> None:
+    rows = {"ELECTRA": [3, 4]}
+    one, two = (at_scale(tmp_path / name, 10, rows) for name in ("one", "two"))
+    assert "by scale" in report([one, two])
+    record = json.loads((two / "ablate.json").read_bytes())
+    (two / "ablate.json").write_text(json.dumps(record | {"tasks": ["rte"]}))
+    assert "by scale" not in report([one, two])
+
+
+@pytest.mark.parametrize("theirs", [0.1, 0.7, 2.8, 9.0])
+def test_the_seeds_that_are_named_are_the_fewest_that_show_the_papers_difference(
+    theirs: float,
+) -> None:
+    stats = pytest.importorskip("scipy.stats")
+
+    def half(n: int, std: float) -> float:
+        return stats.t.ppf(0.975, n - 1) * std / n**0.5
+
+    for std in (0.0, 0.04, 0.3, 1.1, 2.9, 8.5):
+        said = _verdict(Spread(0.0, std / 100, 1.0), theirs)
+        n = int(said.removeprefix("not shown (").removesuffix(" seeds)").replace(",", ""))
+        assert half(n, std) <= theirs
+        assert n == 2 or half(n - 1, std) > theirs
+    for std in (10.0, 1e300, float("nan")):  # no such record stops the report
+        assert _verdict(Spread(0.0, std, float("inf")), theirs) == "not shown"
 
 
 def test_without_a_row_of_electra_the_first_one_is_compared_with(tmp_path: Path) -> None:
@@ -808,6 +909,12 @@ def test_score_over_flops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     lines = {c.get_label(): c.lines[0].get_xydata().tolist() for c in axis.containers}
     assert lines["ELECTRA"] == [[2e15, pytest.approx(56.5)], [4e15, pytest.approx(62.75)]]
     assert [x for x, _ in lines["BERT"]] == [1.5e15, 3e15]
+    # Seeds 0.5 points apart; half of the interval: 12.7062 (t, 1 degree of freedom) × 0.25.
+    bars = {c.get_label(): c.lines[2][0].get_segments() for c in axis.containers}
+    assert [end for _, end in bars["ELECTRA"][1].tolist()] == [
+        pytest.approx(62.75 - 3.1766, abs=1e-3),
+        pytest.approx(62.75 + 3.1766, abs=1e-3),
+    ]
 
 
 def test_score_over_generator_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,6 +967,55 @@ def test_a_damaged_record_is_refused(study: Path, change: dict[str, Any]) -> Non
 
 
 # ---------------------------------------------------------------------- the paper map
+
+
+def test_every_line_of_the_paper_map_is_an_experiment_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    lines = re.findall(r"`(--[^`]+)`", page.partition("## One line each")[2].partition("\n## ")[0])
+    assert len(lines) == 21
+    found = set[str]()
+    for line in lines:
+        plan: Any = cli._parse(["plan", "small", *line.replace("--init RUN ", "").split()])
+        plan.run()
+        shown = re.search(r"^generator +(.*)", capsys.readouterr().out, re.M)
+        config = plan.settings
+        found.add(json.dumps(to_dict(config)))
+        kind, size = config.generator.kind, config.generator
+        network = f"{round(12 * size.depth)} x {round(256 * size.width)}"
+        wanted = "none" if config.objective.kind == "mlm" else network
+        assert shown
+        assert shown[1] == (wanted if kind == "network" else kind)
+    assert len(found) == len(lines)
+
+
+def test_the_numbers_of_the_paper_map_are_those_of_the_records() -> None:
+    page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    records = sorted(ROOT.glob("results/**/ablate.json"))
+    shown = report([file.parent for file in records])
+    numbers = set(re.findall(r"\d+\.\d ± \d+\.\d", page))
+    assert len(numbers) > 12
+    assert not {number for number in numbers if number not in shown}
+    # The same settings and seed in two studies.
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+    for file in records:
+        record = json.loads(file.read_bytes())
+        source = record["environment"]["source"]  # by the same program
+        for cell in record["cells"]:
+            setting = flat(record["base"]) | cell["differs"] | {"run.seed": cell["seed"]}
+            same = cells.setdefault(
+                json.dumps([setting, record["tuning"], source], sort_keys=True), {}
+            )
+            same[file.parent.name] = cell
+    twice = [list(same.values()) for same in cells.values() if len(same) > 1]
+    assert len(twice) == 8
+    apart = [100 * abs(a["score"] - b["score"]) for a, b in twice]
+    assert f"differ by {min(apart):.1f} to {max(apart):.1f}" in page
+    of_rte = [
+        100 * abs(a["scores"]["rte"]["median"] - b["scores"]["rte"]["median"]) for a, b in twice
+    ]
+    assert f"up to {max(of_rte):.1f}" in page
 
 
 def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from scipy.stats import chisquare
 from test_pretrain import assert_same_run, metrics, stop_after, with_run
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra import hf, objectives
@@ -29,7 +32,7 @@ from electra.evaluate import token_counts
 from electra.objectives import Batch, Corruption, Objective
 from electra.plan import count_parameters
 from electra.pretrain import pretrain
-from electra.randomness import StepRng
+from electra.randomness import Purpose, StepRng
 from electra.rundir import load_run
 
 # Every kind of objective, as changes to the settings.
@@ -178,6 +181,47 @@ def test_detection_is_that_of_the_loops_on_every_choice_of_positions(
     assert (int(losses.disc_correct), int(losses.scored)) == (right, len(chosen))
 
 
+@pytest.mark.parametrize(
+    "kind", ["rtd", "uniform", "unigram", "disallow", "temperature", "frozen", "two_stage"]
+)
+def test_samples_of_every_generator_and_the_loss_on_them_are_those_of_the_loops(kind: str) -> None:
+    config, step = settings(**KINDS[kind]), 3
+    counts = torch.arange(V).double() ** 2
+    objective, batch = stirred(config, frequencies=counts), batch_of(config)
+    objective.stage = "discriminator" if kind == "two_stage" else objective.stage
+    k, slow = corrupted(objective, batch, step), Slow(objective, batch)
+    x_corrupt, shown = k.x_corrupt.numpy(), k.x_masked.numpy()
+    u = rng(step=step).uniform(Purpose.SAMPLE, k.m.at.shape[1])
+    for b, slot in k.m.valid.nonzero().tolist():
+        t = int(k.m.at[b, slot])
+        if kind in ("uniform", "unigram"):
+            logits = np.log(np.maximum(counts.numpy() if kind == "unigram" else np.ones(V), 1e-300))
+        else:
+            h = slow.states("generator", b, shown[b])[t : t + 1]
+            logits = slow.words("generator", "generator_head", h)[0]
+        if kind == "temperature":
+            logits = logits / (1 + math.exp(-step / 5))  # 2 at first
+        if kind == "disallow":
+            logits[slow.x[b, t]] = -math.inf
+        # On a border between two tokens rounding may decide either way.
+        at = [min(max(float(u[b, slot]) + e, 0.0), 1.0) for e in (-2e-6, 0, 2e-6)]
+        assert x_corrupt[b, t] in {reference.inverse_cdf(logits.tolist(), each) for each in at}
+    losses, masked = objective(batch, rng(step=step)), places(k.m.at, k.m.valid)
+    mlm = 0.0
+    if objective.generator is not None:
+        mlm = slow.mlm("generator", "generator_head", masked, shown) / len(masked)
+    disc = reference.disc_loss_at(slow.d(x_corrupt), slow.x, x_corrupt, all_places(batch))
+    disc /= sum(LENGTHS)
+    learns = kind in ("rtd", "disallow", "temperature")
+    assert float(losses.mlm) == pytest.approx(mlm, rel=1e-6)
+    assert float(losses.disc) == pytest.approx(disc, rel=1e-6)
+    assert float(losses.total.detach()) == pytest.approx(mlm * learns + 50 * disc, rel=1e-6)
+    if kind == "two_stage":
+        objective.stage = "generator"
+        first = objective(batch, rng(step=step))
+        assert float(first.total.detach()) == pytest.approx(mlm, rel=1e-6)
+
+
 def test_replace_mlm_is_that_of_the_loops() -> None:
     config = settings(objective_kind="replace_mlm")
     objective, batch = stirred(config), batch_of(config)
@@ -231,13 +275,22 @@ def slow_log_q(slow: Slow, b: int, x: np.ndarray, t: int) -> np.ndarray:
     return slow.words("generator.left", "generator_head", both)[0]
 
 
-def test_electric_is_that_of_the_loops() -> None:
+def test_electric_is_that_of_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample counts as noise, also where it is the original: the first of each row is."""
     config = settings(objective_kind="electric", encoder_layers=1)
     lengths = (9, 7, 3)  # every row is padded, or the last token has no right neighbour
     config = replace(config, data=replace(config.data, sequence_length=9))
     objective, batch = stirred(config), batch_of(config, lengths)
+    drawn = objective.sample
+
+    def lucky(g: Tensor, m: Any, *rest: Any) -> Tensor:
+        first = torch.arange(m.at.shape[1]) == 0
+        return torch.where(first, batch.x.gather(1, m.at), drawn(g, m, *rest))
+
+    monkeypatch.setattr(objective, "sample", lucky)
     k, slow = corrupted(objective, batch), Slow(objective, batch)
-    x_corrupt = k.x_corrupt.numpy()
+    x_corrupt, masked = k.x_corrupt.numpy(), places(k.m.at, k.m.valid)
+    assert 0 < (x_corrupt != slow.x).sum() == len(masked) - len(lengths)
     p = config.objective.mask_percent / 100
     energy, nll, expected = slow.d(x_corrupt), [], np.zeros(x_corrupt.shape)
     for b, t in all_places(batch):
@@ -246,11 +299,16 @@ def test_electric_is_that_of_the_loops() -> None:
         if slow.x[b, t] > 4:
             nll.append(-log_q[slow.x[b, t]])
     with torch.no_grad():
-        d = objective.predict(batch, rng(3), training=False).d
+        d, replaced = objective.predict(batch, rng(3), training=False)[-2:]
+    assert {place for place in all_places(batch) if replaced[place]} == set(masked)
     for place in all_places(batch):
         assert float(d[place]) == pytest.approx(expected[place], rel=1e-6, abs=1e-6), place
     losses = objective(batch, rng(3))
-    disc = reference.disc_loss_at(expected, slow.x, x_corrupt, all_places(batch)) / sum(lengths)
+    signs = {place: 1 if place in masked else -1 for place in all_places(batch)}
+    terms = [math.log(1 + math.exp(-signs[place] * expected[place])) for place in signs]
+    disc = math.fsum(terms) / sum(lengths)
+    right = sum(signs[place] * expected[place] > 0 for place in signs)
+    assert (int(losses.disc_correct), int(losses.replaced)) == (right, len(masked) - len(lengths))
     assert float(losses.disc) == pytest.approx(disc, rel=1e-6)
     total = 50 * disc + math.fsum(nll) / sum(lengths)
     assert float(losses.total.detach()) == pytest.approx(total, rel=1e-6)
@@ -365,12 +423,14 @@ LEARNERS: dict[str, tuple[set[str], set[str]]] = {  # kind: what each of the two
     "other": (KEPT | {"discriminator_head"}, GENERATOR),
     "random": (KEPT | {"discriminator_head"}, GENERATOR),
     "uniform": (KEPT | {"discriminator_head"}, set()),
+    "unigram": (KEPT | {"discriminator_head"}, set()),
     "disallow": (KEPT | {"discriminator_head"}, GENERATOR),
     "temperature": (KEPT | {"discriminator_head"}, GENERATOR),
     "adversarial": (KEPT | {"discriminator_head"}, GENERATOR | {"baseline"}),
     "disentangled": (KEPT | {"discriminator_head"}, GENERATOR),
     "frozen": (KEPT | {"discriminator_head"}, set()),
     "mlm": (set(), GENERATOR),
+    "bert": (set(), GENERATOR),
     "replace_mlm": (KEPT | {"main_head"}, GENERATOR),
     "all_tokens_mlm": (KEPT | {"main_head", "discriminator_head"}, GENERATOR),
     "electric": (KEPT | {"discriminator_head"}, GENERATOR),
@@ -386,6 +446,10 @@ def learners(objective: Objective, total: Tensor) -> set[str]:
             reached.setdefault(module, set()).add(bool(g.any()))
     assert all(len(values) == 1 for values in reached.values()), reached
     return {module for module, values in reached.items() if True in values}
+
+
+def test_every_kind_is_looked_at() -> None:
+    assert set(LEARNERS) == set(KINDS) - {"two_stage"}  # whose stages are looked at below
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -584,6 +648,26 @@ def test_when_all_is_masked_the_masked_positions_are_all() -> None:
     torch.testing.assert_close(some(batch, rng()).disc, expected.detach())
 
 
+def test_when_all_is_masked_and_the_gate_is_shut_all_tokens_mlm_is_replace_mlm() -> None:
+    every = stirred(settings(objective_kind="all_tokens_mlm", objective_mask_percent=99.9))
+    some = stirred(settings(objective_kind="replace_mlm", objective_mask_percent=99.9))
+    some.load_state_dict({n: t for n, t in every.state_dict().items() if n in some.state_dict()})
+    batch = batch_of(some.config)
+    k = corrupted(every, batch)
+    assert torch.equal(k.x_corrupt, corrupted(some, batch).x_corrupt)
+
+    def mean_over_masked() -> Tensor:
+        each = every.main_loss(k, batch, rng()).each
+        return each[every.candidates(batch)].sum() / batch.masked
+
+    open_gate = mean_over_masked()
+    with torch.no_grad():
+        every.discriminator_head.w.bias.fill_(1e4)
+    replaced = some.main_loss(k, batch, rng()).loss
+    torch.testing.assert_close(mean_over_masked(), replaced)
+    assert float(open_gate.detach()) != pytest.approx(float(replaced.detach()), rel=1e-3)
+
+
 def test_unigram_with_equal_frequencies_is_uniform() -> None:
     config = settings(generator_kind="unigram")
     unigram = stirred(config, frequencies=torch.full((V,), 17.0))
@@ -726,6 +810,39 @@ def test_no_more_logits_live_at_once_than_one_part_has(
     assert kept[122] <= 2 * kept[61] < 61 * words
 
 
+def test_memory_of_all_tokens_mlm_grows_with_the_length_as_that_of_detection(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Measured, bytes alive at once in a step: linearly, and by nothing for the vocabulary."""
+    words, lengths = 5003, (64, 128, 256)
+
+    def growth(kind: str, at_once: int = 32) -> list[int]:
+        monkeypatch.setattr(objectives, "POSITIONS_AT_ONCE", at_once)
+        peaks = []
+        for length in lengths:
+            config = settings(
+                objective_kind=kind,
+                objective_mask_percent=1.0,
+                encoder_max_positions=256,
+                data_sequence_length=length,
+            )
+            objective = built(config, words)
+            batch = batch_of(config, (length,) * 3, vocab_size=words)
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+                objective(batch, rng(3)).total.backward()
+            seen.export_chrome_trace(str(tmp_path / "trace.json"))
+            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            events = sorted((e for e in events if e["name"] == "[memory]"), key=lambda e: e["ts"])
+            peaks.append(max(accumulate(e["args"]["Bytes"] for e in events)))
+        return [after - before for before, after in pairwise(peaks)]
+
+    ours, detection = growth("all_tokens_mlm"), growth("rtd")
+    assert ours[1] == pytest.approx(2 * ours[0], rel=0.25)
+    assert ours[1] < 1.2 * detection[1]
+    logits = 3 * (lengths[2] - lengths[1]) * words * 4
+    assert ours[1] < logits < growth("all_tokens_mlm", at_once=10_000)[1]
+
+
 # ---------------------------------------------------------------------- two stages
 
 
@@ -838,6 +955,18 @@ def test_a_frozen_generator_stays_to_the_last_bit(
     with pytest.raises(ElectraError) as caught:
         pretrain(config, corpus, tmp_path / "untrained", quiet=True)
     assert caught.value.where == "generator.frozen"
+    hf.export_run(tmp_path, tmp_path / "out")
+    for kind in ("discriminator", "generator"):
+        pretrained = hf.load_pretrained(tmp_path / "out" / kind)
+        if kind == "discriminator":
+            with pytest.raises(ElectraError, match="There is no generator here"):
+                hf.initial_state(pretrained, config, corpus.vocab_size)
+        else:  # a masked language model is all it takes
+            state = hf.initial_state(pretrained, config, corpus.vocab_size)
+            assert unlike(state.parameters, weights_at(tmp_path, 4)) == {
+                "discriminator",
+                "discriminator_head",
+            }
 
 
 # ---------------------------------------------------------------------- from a run to the next use

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import typing
+from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from electra import cli
 from electra.config import EncoderConfig, ObjectiveConfig, PretrainConfig
-from electra.flops import KINDS, matmul_flops_per_token, paper_flops
+from electra.flops import KINDS, _encoder, _heads, matmul_flops_per_token, paper_flops
 from electra.objectives import Batch, SpecialIds, build_objective
 from electra.randomness import StepRng
 from electra.recipes import recipe
@@ -80,6 +82,25 @@ def test_others_that_the_script_counts_come_out_as_well() -> None:
     assert total == pytest.approx(3.113923955392512e22, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "length", "printed", "table"),
+    [
+        ("small", 128, 3_677_281_792, "3.7e+09"),
+        ("base", 128, None, "2.9e+10"),
+        ("base", 512, 122_298_857_472, None),
+        ("large", 512, 370_347_667_456, None),
+    ],
+)
+def test_so_does_inference_on_one_sequence(
+    name: str, length: int, printed: int | None, table: str | None
+) -> None:
+    c = recipe(name).encoder
+    parts = (*_encoder(c, length, 30_522), *_heads(c, "dense", 30_522)["replaced"])
+    total = length * sum(parts)
+    assert printed in (None, total)
+    assert table in (None, f"{total:.1e}")
+
+
 def test_what_the_docstring_says_of_the_rules_is_so() -> None:
     small, large = recipe("small"), recipe("large")
     total = paper_flops(small, 30_522)
@@ -119,7 +140,7 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def executed(config: PretrainConfig, *, padded: bool) -> int:
+def executed(config: PretrainConfig, *, padded: bool, backward: bool = True) -> int:
     """Products that torch does in one forward and backward pass of the real objective."""
     B, T = 3, config.data.sequence_length
     draw = torch.Generator().manual_seed(0)
@@ -131,7 +152,8 @@ def executed(config: PretrainConfig, *, padded: bool) -> int:
     objective = build_objective(config, V, SPECIAL, padded=padded)
     with FlopCounterMode(display=False) as counter:
         losses = objective(batch, StepRng(0, torch.tensor(0), torch.arange(B)))
-        losses.total.backward()
+        if backward:
+            losses.total.backward()
     return counter.get_total_flops()
 
 
@@ -224,6 +246,7 @@ class Transcript:
     def __init__(self, config: PretrainConfig, rows: int) -> None:
         self.config, self.rows = config, rows  # rows: positions that reach the vocabulary
         self.products = self.other = self.words = 0
+        self.elements = Counter[str]()
         getattr(self, config.objective.kind)()
 
     def rtd(self) -> None:
@@ -257,9 +280,10 @@ class Transcript:
         self.products += 2 * n * k * m
         return n, m
 
-    def each(self, shape: Shape, cost: int) -> None:
+    def each(self, shape: Shape, cost: int, name: str = "") -> None:
         n, m = shape
         self.other += cost * n * m
+        self.elements[name] += n * m
 
     def linear(self, a: Shape, size: int) -> Shape:
         out = self.product(a, (a[1], size))
@@ -274,8 +298,8 @@ class Transcript:
         self.other += 2 * T * 2 * E  # (T, 2) one-hot segments @ (2, E)
         self.each(h, 1)  # + position
         self.each(h, 1)  # + segment
-        self.each(h, 5)  # layer norm
-        self.each(h, 4)  # dropout
+        self.each(h, 5, "layer norm")
+        self.each(h, 4, "dropout")
         if c.hidden_size != E:
             h = self.linear(h, c.hidden_size)
         for _ in range(c.layers):
@@ -290,34 +314,79 @@ class Transcript:
                 assert self.linear(h, c.head_size) == part
             score = self.product(q, (k[1], k[0]))
             self.each(score, 1)  # / sqrt(K)
-            self.each(score, 5)  # softmax
-            self.each(score, 4)  # dropout
+            self.each(score, 5, "softmax")
+            self.each(score, 4, "dropout")
             assert self.product(score, v) == q
         a = self.linear(h, c.hidden_size)
-        self.each(a, 4)  # dropout
+        self.each(a, 4, "dropout")
         self.each(a, 1)  # residual
         self.each((T, 1), 5)  # layer norm, by the paper's script once per token
         f = self.linear(a, c.ffn_size)
-        self.each(f, 8)  # GELU
+        self.each(f, 8, "GELU")
         o = self.linear(f, c.hidden_size)
-        self.each(o, 4)  # dropout
+        self.each(o, 4, "dropout")
         self.each(o, 1)  # residual
-        self.each(o, 5)  # layer norm
+        self.each(o, 5, "layer norm")
         return o
 
     def vocabulary(self, h: Shape, table: EncoderConfig) -> None:
         e = self.linear((self.rows, h[1]), table.embedding_size)
-        self.each(e, 8)  # GELU
-        self.each(e, 5)  # layer norm
+        self.each(e, 8, "GELU")
+        self.each(e, 5, "layer norm")
         logits = self.product(e, (e[1], V))
-        self.each(logits, 5)  # softmax
+        self.each(logits, 5, "softmax")
         self.each(logits, 2)  # product with the one-hot target
 
     def replaced(self, h: Shape) -> None:
         if self.config.objective.disc_head == "dense":
             h = self.linear(h, h[1])
-            self.each(h, 8)  # GELU
+            self.each(h, 8, "GELU")
         self.product(h, (h[1], 1))
+
+
+class Elements(TorchDispatchMode):
+    """How many elements come out of what the paper's rule has a price for."""
+
+    NAMES: ClassVar[dict[Any, str]] = {
+        torch.ops.aten.gelu.default: "GELU",
+        torch.ops.aten.native_layer_norm.default: "layer norm",
+        torch.ops.aten._softmax.default: "softmax",
+        torch.ops.aten._log_softmax.default: "softmax",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if name := self.NAMES.get(func):
+            self.seen[name] += (result[0] if isinstance(result, tuple) else result).numel()
+        return result
+
+
+@pytest.mark.parametrize("kind", ["rtd", "mlm", "replace_mlm"])
+@pytest.mark.parametrize("changes", SHAPES)
+def test_the_slow_count_has_the_elements_that_torch_executes(
+    micro: PretrainConfig, monkeypatch: pytest.MonkeyPatch, kind: str, changes: dict[str, Any]
+) -> None:
+    config = changed(micro, objective_kind=kind, encoder_dropout=0.1, encoder_attention_dropout=0.1)
+    config = changed(config, **changes)
+    drop, dropped = StepRng.dropout, Counter[str]()
+
+    def counted_drop(self: StepRng, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        dropped["dropout"] += x.numel()
+        return drop(self, x, *rest)
+
+    monkeypatch.setattr(StepRng, "dropout", counted_drop)
+    with Elements() as torchs:
+        executed(config, padded=False, backward=False)
+    slow, T = Transcript(config, config.masked_slots), config.data.sequence_length
+    expected = {n: 3 * slow.elements[n] for n in ("GELU", "layer norm", "softmax", "dropout")}
+    # The norm after attention, which the script counts once per token, is not in them.
+    encoders = [config.encoder] + [config.generator_encoder] * (kind != "mlm")
+    expected["layer norm"] += 3 * sum(c.layers * T * c.hidden_size for c in encoders)
+    assert torchs.seen + dropped == expected
 
 
 @pytest.mark.parametrize(("kind", "changes"), CASES)
