@@ -186,6 +186,7 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
                 number = re.search(r"os error (\d+)", str(error))
                 code = int(number[1]) if number else errno.EIO
                 raise OSError(code, os.strerror(code)) from error
+            fault_point(f"unsynced_{file}")
             with open(path, "rb") as written:
                 os.fsync(written.fileno())
             # safetensors lets the owner alone read; what the umask leaves is seen at the directory.
@@ -200,6 +201,7 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
         manifest: dict[str, Any] = {"format": FORMAT, "step": step, "files": files}
         manifest["checksum"] = json_sha256(manifest)
         write_atomic(temporary / "MANIFEST.json", json_bytes(manifest, indent=1))
+        fault_point("after_manifest")
         fsync_dir(temporary)
         fault_point("before_rename")
         os.replace(temporary, final)
