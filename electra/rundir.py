@@ -111,6 +111,9 @@ def enter_run(
         # What a setting did before there was one for it is its default.
         old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
         changed = differences(to_dict(old), to_dict(config))
+        if "optim.kind" in changed and config.optim.kind == "adam":
+            changed["optim.kind"] += " (the second moments of Muon's matrices begin at zero: their"
+            changed["optim.kind"] += " first updates are many times as large as the rate says)"
         # Two stages of other lengths would take up the weights of one in the other.
         fixed = (*_SHAPES, "run.train_steps") if config.switch_step is not None else _SHAPES
         forbidden = [

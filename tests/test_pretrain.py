@@ -496,6 +496,32 @@ def test_force_continues_another_experiment_and_says_so(
     assert saved.step == 20
 
 
+def test_who_goes_from_muon_to_adam_is_told_that_its_moments_are_empty(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = "second moments of Muon's matrices begin at zero"
+    for kind, other, is_told in (("muon", "adam", True), ("adam", "muon", False)):
+        out = tmp_path / kind
+        with monkeypatch.context() as patch:
+            stop_after(patch, 3)
+            with pytest.raises(Stopped):
+                pretrain(changed(micro, "optim.kind", kind), corpus, out, quiet=True)
+        config = with_run(changed(micro, "optim.kind", other), train_steps=4)
+        with pytest.raises(ElectraError, match=f"{kind} → {other}") as caught:
+            pretrain(config, corpus, out, quiet=True)
+        assert (told in caught.value.what) == is_told
+        capsys.readouterr()
+        pretrain(config, corpus, out, force=True)
+        assert (told in " ".join(capsys.readouterr().err.split())) == is_told
+        saved = load_newest(out / "checkpoints")
+        assert saved is not None
+        assert saved.step == 4
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [
