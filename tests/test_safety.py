@@ -19,11 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+from artefacts import Artefacts, make_artefacts
 from safetensors.torch import load_file
 from test_checkpoint import assert_is, tensors
 from test_pretrain import assert_same_run, with_run
 
-from electra import cli, files
+from electra import cli, files, hf
 from electra import pretrain as loop
 from electra.checkpoint import Saver, load_newest, size_of
 from electra.config import PretrainConfig, from_dict
@@ -202,6 +203,59 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
         assert caught.value.exit_code == 2
         assert str(tmp_path / "c") in caught.value.where
         pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "b", quiet=True)  # it is done
+
+
+@pytest.fixture(scope="module")
+def made(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
+    return make_artefacts(tmp_path_factory.mktemp("made"), corpus)
+
+
+WRITERS: dict[str, str] = {
+    "tokenizer": "--input {text} --out {out} --vocab-size 97",
+    "prepare": "--input {text} --tokenizer {tokenizer} --out {out} --length 23 --workers {workers}",
+    "export": "{made.run} --out {out}",
+    "finetune": "--model {made.export} --data {made.table} --out {out} --quiet --epochs 1"
+    " --device cpu --threads 1",
+    "embed": "--model {made.export} --input {text} --out {out}/vectors.npy",
+}
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, 1) for name in WRITERS), ("prepare", 2)])
+def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
+    made: Artefacts,
+    text: Path,
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    workers: int,
+) -> None:
+    monkeypatch.setattr(hf, "_compare", lambda *_: [])  # its import is slow, and it writes nothing
+
+    def written(out: Path, limit: int | None = None) -> dict[str, bytes]:
+        flags = WRITERS[name].format(
+            text=text, tokenizer=tokenizer_dir, out=out, made=made, workers=workers
+        )
+        if name == "embed":
+            out.mkdir(exist_ok=True)
+        with files_of_at_most(limit) if limit is not None else contextlib.nullcontext():
+            assert cli.run([name, *flags.split()]) == (0 if limit is None else 2)
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        assert limit is None or "may not become so large" in told, told
+        assert limit is None or out.name in told.split("where:")[1]
+        found = {str(p.relative_to(out)): p for p in out.rglob("*") if p.is_file()}
+        assert not [path for path in found if ".tmp" in path]
+        # The others hold dates and seconds.
+        timeless = (".safetensors", ".bin", ".npy", "tokenizer.json", "manifest.json")
+        return {path: p.read_bytes() for path, p in found.items() if path.endswith(timeless)}
+
+    whole = written(tmp_path / "whole")
+    largest = max(map(len, whole.values()))
+    for limit in (largest - 1, random.Random(8).randrange(largest)):
+        written(tmp_path / f"{limit}", limit)
+        assert written(tmp_path / f"{limit}") == whole
 
 
 # ---------------------------------------------------------------------- no place
