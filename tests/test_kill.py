@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_corpus import content, make_text
 
-from electra.corpus import Corpus
+from electra.corpus import Corpus, prepare
 from electra.errors import ElectraError
 from electra.files import exclusive
 from electra.runlog import read_metrics
+from electra.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 STEPS, KILLS = 130, 20
@@ -211,7 +213,9 @@ PLACES = {
     "log": (pretrain, "_log_training"),
 }
 work, argv, moments, draw = Path(sys.argv[1]), sys.argv[3:], int(sys.argv[2]), random.Random(5)
-for i in range(moments):
+i, stopped = -1, 0
+while stopped < moments:
+    i += 1
     number = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3]
     place = [*PLACES, None, None][i % (len(PLACES) + 2)]
     child = os.fork()
@@ -226,6 +230,7 @@ for i in range(moments):
     began = time.monotonic()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     seconds = time.monotonic() - began
+    stopped += code == 75
     if i == 0:
         whole = 2 * seconds  # from the start until well into the training
     run = Path(argv[argv.index("--out") + 1])
@@ -262,16 +267,83 @@ def test_a_signal_at_any_moment_costs_no_step(
     moments: int,
 ) -> None:
     runs = signalled_runs(corpus, tmp_path, moments)
-    assert len(runs) == moments
     stopped = [run for run in runs if run["code"] == 75]
-    assert len(stopped) >= 0.7 * moments  # a run that is complete has nothing left to stop
+    assert len(stopped) == moments >= 0.7 * len(runs)  # the others were complete before it came
     for i, run in enumerate(runs):
         assert run["code"] == 75 or (run["code"], run["saved"]) == (0, STEPS), (i, run)
         assert run["saved"] == run["logged"], (i, run)
-        assert run["place"] or run["seconds"] < 60, (i, run)
+        assert run["place"] or run["seconds"] < 30, (i, run)  # as long as torchrun would wait
     assert start(corpus, tmp_path / "run").wait(120) == 0
     for run in (tmp_path / "run", *(tmp_path / "logs").glob("run-*")):
         assert outcome(run) == uninterrupted
+
+
+SIGNALLED_PREPARE = """
+import json, os, random, signal, sys, time
+from pathlib import Path
+from electra import cli, corpus
+
+corpus.prepare.__kwdefaults__["shard_bytes"] = 6000
+out, moments, argv, draw = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], random.Random(5)
+
+def shards():
+    return len(list(out.glob("train-*.tokens.bin")))
+
+def listens(child):  # as the kernel tells
+    mask = Path(f"/proc/{child}/status").read_text().split("SigCgt:")[1].split()[0]
+    return int(mask, 16) >> (signal.SIGTERM - 1) & 1
+
+for i in range(moments):
+    wanted = shards() + (draw.randint(1, 5) if i % 3 else 0)  # or while its workers are started
+    child = os.fork()
+    if child == 0:
+        cli.main([*argv, "--workers", str(1 + i % 2)])
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while not (listens(child) and shards() >= wanted) and not os.waitid(os.P_PID, child, ended):
+        time.sleep(0.001)
+    time.sleep(draw.uniform(0, 0.02))
+    os.kill(child, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3])
+    began = time.monotonic()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(json.dumps({"code": code, "seconds": time.monotonic() - began, "shards": shards()}))
+"""
+
+
+@pytest.mark.parametrize("moments", [6, pytest.param(24, marks=pytest.mark.long)])
+def test_a_signal_to_prepare_at_any_moment_costs_no_full_shard(
+    tokenizer_dir: Path, tmp_path: Path, moments: int
+) -> None:
+    text, out = make_text(tmp_path / "text", documents=80 * moments), tmp_path / "stopped"
+    flags = ["prepare", "--input", str(text), "--tokenizer", str(tokenizer_dir), "--length", "32"]
+
+    def prepared(out: Path, moments: int) -> list[dict[str, Any]]:
+        arguments = [str(out), str(moments), *flags, "--out", str(out)]
+        done = subprocess.run(
+            [sys.executable, "-c", SIGNALLED_PREPARE, *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=590,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    runs = prepared(out, moments)
+    assert [run["code"] for run in runs] == [75] * moments
+    kept = [run["shards"] for run in runs]
+    assert kept == sorted(kept)
+    assert kept[-1] > 0
+    for place in (out, tmp_path / "whole"):
+        prepare(
+            [text],
+            Tokenizer.load(tokenizer_dir),
+            place,
+            workers=1,
+            sequence_length=32,
+            shard_bytes=6000,
+        )
+    assert content(out) == content(tmp_path / "whole")
 
 
 def test_a_signal_while_torch_is_imported_ends_at_once(corpus: Corpus, tmp_path: Path) -> None:
