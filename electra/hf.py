@@ -48,7 +48,15 @@ from . import __version__, card, heads, tasks, tf_checkpoint
 from .config import EncoderConfig, PretrainConfig, Sharing, from_dict, read_settings_file, to_dict
 from .encoder import DiscriminatorHead, Embeddings, Encoder, GeneratorHead
 from .errors import CorruptError, ElectraError
-from .files import fsync_dir, json_bytes, reading, storage_errors, write_atomic, xxh3_file
+from .files import (
+    fsync_dir,
+    json_bytes,
+    read_json,
+    reading,
+    storage_errors,
+    write_atomic,
+    xxh3_file,
+)
 from .objectives import (
     MaskedLM,
     Objective,
@@ -698,6 +706,9 @@ def _load(path: Path, *, with_heads: bool, allow_bin: bool = False) -> Pretraine
         raise ElectraError(what, where=str(path), fix=fix)
     if beside and any((beside / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         tokenizer = Tokenizer.load(beside)
+        record = read_json(beside.parent / "electra.json") if beside.name in get_args(Kind) else {}
+        if "tokenizer_hash" in record:  # of an export
+            tokenizer.require(record["tokenizer_hash"], where=beside)
     smallest = min(network.vocab_size for network in networks)
     if tokenizer is not None and tokenizer.vocab_size > smallest:
         what = f"The tokenizer has {tokenizer.vocab_size} tokens, the model embeds only {smallest}."

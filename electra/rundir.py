@@ -27,6 +27,7 @@ from .optim import Adam
 from .plan import count_parameters
 from .runlog import read_metrics
 from .runtime import Runtime
+from .tokenizer import Tokenizer
 
 # What may differ when a run is continued; anything else would make it another experiment.
 _MAY_CHANGE = (
@@ -216,7 +217,9 @@ def load_run(run: Path) -> LoadedRun:
         special = SpecialIds(**record["special_ids"])
         objective = build_objective(config, vocab_size, special, padded=True)
         Adam(objective, config.optim).load({"model": weights})
-        return LoadedRun(config, objective, saved.step, run / "tokenizer", record["tokenizer_hash"])
+        tokenizer, wanted = run / "tokenizer", record["tokenizer_hash"]
+        Tokenizer.load(tokenizer).require(wanted, where=run)
+        return LoadedRun(config, objective, saved.step, tokenizer, wanted)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:

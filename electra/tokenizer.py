@@ -112,6 +112,13 @@ class Tokenizer:
     def to_json(self) -> str:
         return self.backend.to_str()
 
+    def require(self, wanted: object, where: Path) -> None:
+        """That it is the tokenizer whose hash was written down with the model of `where`."""
+        if self.hash != wanted:
+            what = f"The tokenizer {self.hash[:12]}… is not the model's: {str(wanted)[:12]}…."
+            fix = "restore the tokenizer's files as they were written with the model"
+            raise ElectraError(what, where=str(where), fix=fix)
+
     @property
     def vocab_size(self) -> int:
         """Rows that an embedding needs: one more than the highest id."""

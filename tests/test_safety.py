@@ -28,11 +28,12 @@ from electra import cli, files, hf
 from electra import pretrain as loop
 from electra.checkpoint import Saver, load_newest, size_of
 from electra.config import PretrainConfig, from_dict
-from electra.corpus import Corpus
+from electra.corpus import Corpus, prepare
 from electra.errors import DiskFull, ElectraError, Stopped
 from electra.pretrain import pretrain
 from electra.rundir import load_run
 from electra.runlog import RunLog, read_metrics
+from electra.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 OLD_RUN = ROOT / "tests" / "fixtures" / "run-0.1.0"
@@ -391,6 +392,56 @@ def test_a_clock_that_is_set_back_changes_nothing(
     assert seconds == sorted(seconds)
     assert len(seconds) == 20
     assert all(0 <= s < 600 for s in seconds)
+
+
+# ---------------------------------------------------------------------- another tokenizer
+
+USES: dict[str, tuple[str, str]] = {  # where the tokenizer lies, and who reads it there
+    "resume": ("corpus/tokenizer", ""),
+    "export": ("run/tokenizer", "export {here}/run --out {here}/out"),
+    "finetune from a run": ("run/tokenizer", "finetune --model {here}/run --data {here}/table.csv"),
+    "finetune": ("export/discriminator", "finetune --model {here}/export --data {here}/table.csv"),
+    "detect": ("export/discriminator", "detect one --model {here}/export/discriminator"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("way", ["two tokens swapped", "a token less", "other special", "cased"])
+def test_another_tokenizer_is_refused_and_both_are_named(
+    made: Artefacts, tmp_path: Path, capsys: pytest.CaptureFixture[str], use: str, way: str
+) -> None:
+    place, command = USES[use]
+    for path in (made.run, made.export, made.corpus):
+        shutil.copytree(path, tmp_path / ("corpus" if path == made.corpus else path.name))
+    shutil.copy(made.table, tmp_path)
+    tokenizer = Tokenizer.load(tmp_path / place)
+    vocabulary = (tmp_path / place / "vocab.txt").read_text().split("\n")[:-1]
+    if way == "two tokens swapped":
+        vocabulary[-2:] = reversed(vocabulary[-2:])
+    elif way == "a token less":
+        vocabulary.pop()
+    elif way == "other special":
+        sep, cls = (vocabulary.index(f"[{name}]") for name in ("SEP", "CLS"))
+        vocabulary[sep], vocabulary[cls] = vocabulary[cls], vocabulary[sep]
+    (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary))
+    other = Tokenizer.load(tmp_path / "vocab.txt", lowercase=way != "cased")
+    assert other.hash != tokenizer.hash
+    if use == "resume":  # a corpus made with it, by all its own checksums
+        text = tmp_path / "text.txt"
+        text.write_text("one river\n" * 99)
+        prepare([text], other, tmp_path / "other", sequence_length=23, workers=1)
+        command = "pretrain --config {here}/run/config.json --corpus {here}/other --out {here}/run"
+        command += " --run.train-steps 4 --force --quiet"
+    else:
+        other.save(tmp_path / place)
+    flags = " --quiet --device cpu --threads 1 --out {here}/out"
+    command += flags if command.startswith("finetune") else ""
+    code = cli.run(command.format(here=tmp_path).split())
+    told = capsys.readouterr().err
+    assert code == 2, told
+    assert "okenizer" in told
+    assert tokenizer.hash[:12] in told
+    assert other.hash[:12] in told
 
 
 # ---------------------------------------------------------------------- older versions
