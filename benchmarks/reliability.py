@@ -10,8 +10,9 @@ run again keep what an earlier run stored in the same file, with the code and sc
 
 Most lives are forked from a process that has imported everything already (`Warm`), because a start
 costs seconds and a fork nothing; a tenth of R1's lives, the uninterrupted runs and whatever needs
-torchrun begin as any command does. `tests/test_long.py` runs the same entries as tests. The entry
-`Trainer` needs the package accelerate, which nothing else here does.
+torchrun begin as any command does. `tests/test_long.py` runs the same entries as tests, but for
+those that are tests already (`TESTED`). The entry `Trainer` needs the package accelerate, which
+nothing else here does.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -1135,6 +1137,129 @@ def r24(work: Path, scale: float) -> Seen:
     return Seen(growth <= 0.02 and last == min(files), text, counts)
 
 
+# ---------------------------------------------------------------------- what tests show
+
+
+def tested(*names: str) -> Callable[[Path, float], Seen]:
+    """An entry that is a list of tests, those of the long tier included: they assert its figure."""
+
+    def measure(work: Path, scale: float) -> Seen:
+        report = work / "tests.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir"]
+        command += [str(ROOT), "-m", "" if scale >= 1 else "not long", f"--junitxml={report}"]
+        process = fresh([*command, *(str(ROOT / "tests" / name) for name in names)], work / "log")
+        code = process.wait(60 * LIMIT)
+        cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
+        results = Counter(next((result.tag for result in case), "passed") for case in cases)
+        counts = Counter(case.attrib["name"].partition("[")[0] for case in cases)
+        found = {**results, "tests": dict(counts)}
+        if code:
+            found["told"] = (work / "log").read_text(errors="replace")[-2000:]
+        text = f"{results['passed']} of {len(cases)} tests passed"
+        return Seen(code == 0 and results["passed"] == len(cases) > 0, text, found)
+
+    return measure
+
+
+TESTED = {
+    "R2": Entry(
+        "kill -9 at every fault point of a save",
+        "12 of 12 leave a verified checkpoint",
+        tested(
+            "test_checkpoint.py::test_there_are_fault_points_all_over_a_save",
+            "test_checkpoint.py::test_a_crash_at_any_point_leaves_a_good_checkpoint",
+        ),
+    ),
+    "R4": Entry(
+        "one of two processes is frozen or fails",
+        "10 of 10 of each named, the other gone within the time-out of 20 s + 10 s",
+        tested(
+            "test_distributed.py::test_a_process_that_is_lost_is_named_and_the_other_one_leaves",
+            "test_distributed.py::test_ten_of_ten_lost_processes_are_named",
+        ),
+    ),
+    "R5": Entry(
+        "SIGTERM, SIGINT, SIGUSR1 at any moment of pretrain, prepare and finetune",
+        "50 of 50 stops with exit code 75 and no step lost, a second signal quits at once",
+        tested(
+            "test_kill.py::test_a_signal_at_any_moment_costs_no_step",
+            "test_kill.py::test_a_signal_to_prepare_at_any_moment_costs_no_full_shard",
+            "test_kill.py::test_a_signal_while_torch_is_imported_ends_at_once",
+            "test_kill.py::test_a_second_signal_quits_at_once_without_damage",
+            "test_finetune.py::test_stops_at_many_places_change_nothing",
+            "test_finetune.py::test_a_late_signal_loses_no_step",
+        ),
+    ),
+    "R8": Entry(
+        "the disk is full or refuses",
+        "50 of 50 checkpoints before it intact; commands end with code 2, or wait for room",
+        tested(
+            "test_safety.py::test_the_checkpoint_before_survives_fifty_saves_without_room",
+            "test_safety.py::test_fifty_full_disks_cost_no_checkpoint",
+            "test_safety.py::test_a_full_disk_ends_the_run_and_room_lets_it_go_on",
+            "test_safety.py::test_a_run_can_wait_until_there_is_room",
+            "test_safety.py::test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start",
+            "test_safety.py::test_a_command_without_room_says_so_and_does_it_all_when_given_again",
+        ),
+    ),
+    "R9": Entry(
+        "an output that cannot be written to",
+        "exit code 2 before data is read or torch imported",
+        tested(
+            "test_safety.py::test_a_place_that_cannot_be_written_is_refused_before_anything_is_read",
+            "test_safety.py::test_refusing_a_place_takes_no_heavy_import",
+        ),
+    ),
+    "R11": Entry(
+        "hostile inputs, a line of 1 GB, 1,000,000 tiny files",
+        "each has the outcome of docs/errors.md, at most 500 MB for the line",
+        tested(
+            "test_errors.py::test_a_hostile_input_has_the_outcome_of_the_page",
+            "test_errors.py::test_a_single_huge_line_takes_little_memory",
+            "test_errors.py::test_very_many_tiny_files",
+        ),
+    ),
+    "R12": Entry(
+        "losses and gradients that are not finite, on one of two processes too",
+        "50 of 50 leave weights and moments untouched; too many in a row end with exit code 4",
+        tested(
+            "test_pretrain.py::test_fifty_broken_losses_and_gradients_never_reach_the_weights",
+            "test_pretrain.py::test_too_many_bad_steps_in_a_row_end_the_run_with_good_weights",
+            "test_distributed.py::test_not_a_number_in_one_process_stops_the_step_in_all",
+        ),
+    ),
+    "R13": Entry(
+        "a gradient a hundred times too large",
+        "left out and counted, off by default",
+        tested("test_pretrain.py::test_a_spike_is_left_out_and_its_rule_survives_a_resume"),
+    ),
+    "R19": Entry(
+        "another tokenizer, vocabulary or special tokens at resume, export and fine-tuning",
+        "10 of 10 refused by hash, both named",
+        tested("test_safety.py::test_another_tokenizer_is_refused_and_both_are_named"),
+    ),
+    "R20": Entry(
+        "changed settings on resume",
+        "listed; another experiment is refused without --force, another model always",
+        tested(
+            "test_pretrain.py::test_changed_settings_are_refused_and_listed",
+            "test_pretrain.py::test_what_does_not_make_another_experiment_may_change",
+            "test_pretrain.py::test_what_changed_is_in_the_log_and_in_the_record",
+            "test_pretrain.py::test_force_continues_another_experiment_and_says_so",
+            "test_pretrain.py::test_force_cannot_make_another_model_of_it",
+        ),
+    ),
+    "R28": Entry(
+        "checkpoints deleted under a run, a clock set back",
+        "the run goes on to the same end",
+        tested(
+            "test_safety.py::test_checkpoints_that_someone_deletes_do_not_end_the_run",
+            "test_safety.py::test_a_checkpoint_deleted_while_it_is_pruned_is_no_error",
+            "test_safety.py::test_a_clock_that_is_set_back_changes_nothing",
+        ),
+    ),
+}
+
 # ---------------------------------------------------------------------- all of them
 
 ENTRIES = {
@@ -1198,6 +1323,7 @@ ENTRIES = {
         "resident memory at most 2 % up after step 500, open files constant",
         r24,
     ),
+    **TESTED,
 }
 
 
