@@ -52,11 +52,12 @@ class RunLog:
             return
         # A notebook gets the plain lines as well, instead of a display of its own for each.
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet, force_jupyter=False)
-        self._tracker = self._track(tracker, from_step)
         self.path = directory / "metrics.jsonl"
         if self.path.exists():
             kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
             write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
+        # Only now: a file that is refused leaves no thread behind.
+        self._tracker = self._track(tracker, from_step)
         with storage_errors(self.path):
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         if self.console.is_terminal and not quiet:

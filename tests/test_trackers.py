@@ -22,7 +22,7 @@ import pytest
 from electra import trackers
 from electra.config import PretrainConfig, RunConfig, to_dict
 from electra.corpus import Corpus
-from electra.errors import ElectraError
+from electra.errors import CorruptError, ElectraError
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics
 from electra.trackers import Kind, Tracker
@@ -267,6 +267,19 @@ def test_a_tracker_that_does_not_keep_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - begin < 30
     for_ever.set()
     assert warnings == ["tensorboard gets no more lines: it does not keep up"]
+
+
+def test_a_run_that_cannot_be_continued_leaves_no_thread(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    """It would write its last lines minutes later, wherever the process is by then."""
+    pytest.importorskip("tensorboard")
+    weights_after(micro, corpus, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    before = set(threading.enumerate())
+    with pytest.raises(CorruptError):
+        pretrain(replace(micro, run=replace(micro.run, train_steps=6)), corpus, tmp_path)
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_tracker_that_is_not_installed(
