@@ -23,6 +23,7 @@ import stat
 import struct
 import subprocess
 import sys
+import tarfile
 import time
 import tomllib
 import zipfile
@@ -71,7 +72,7 @@ def hook(event, args):
     if event == "pickle.find_class":
         told = (event, sys._getframe(1).f_code.co_filename, ".".join(map(str, args)))
     elif event.startswith("socket.") and event[7:] in NETWORK:
-        told = (event, "", repr(args[1:]))
+        told = (event, "", repr(args[isinstance(args[0], socket.socket):]))
     elif event == "open" and isinstance(args[0], str) and args[2] & WRITES:
         told = (event, "", os.path.abspath(args[0]))
     else:
@@ -144,6 +145,7 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Flow:
     for folder in (here, home, temporary):
         folder.mkdir()
     (here / "text.txt").write_text(language(300) + f"\n{EVIL}\n{FORMULA}\n")
+    (here / "domain.txt").write_text("stonewind riverfire\n" * 9)
     words = [line for line in language(30, seed=1).splitlines() if line]
     table = [("text", "label"), *((line, FORMULA if "all" in line else EVIL) for line in words)]
     for name in (f"{EVIL}.csv", "dev.csv"):
@@ -164,6 +166,11 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Flow:
         ["predict", "--model", "tuned", "--input", "dev.csv", "--out", "answers.csv"],
         ["report", "run", "tuned", "--out", "report"],
         ["detect", "one old river sees all songs .", "--model", "export"],
+        ["embed", "--model", "export", "--input", "text.txt", "--out", "vectors.npy"],
+        ["import", "export", "--out", "imported"],
+        ["extend", "export", "--input", "domain.txt", "--out", "extended", "--tokens", "2"],
+        ["plan", "tiny"],
+        ["env"],
     ]
     told, events = watched(
         base,
@@ -270,6 +277,30 @@ def test_no_command_unpickles_a_file(flow: Flow) -> None:
     assert not unpickled(flow.events)
 
 
+SERVERS = """
+import json, re, subprocess, sys, urllib.request
+for path, *command in json.loads(sys.argv[1]):
+    command = [sys.executable, "-m", "electra", *command, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        url = re.search(r"http://127.0.0.1:[0-9]+", server.stdout.readline())[0]
+        given = json.dumps({"text": "one old river"}).encode()
+        request = urllib.request.Request(url + path, given, {"content-type": "application/json"})
+        assert urllib.request.urlopen(request, timeout=120).status == 200
+        server.terminate()
+        assert server.wait(60) == 75
+"""
+
+
+def test_no_server_unpickles_a_file_or_asks_for_the_network(flow: Flow, tmp_path: Path) -> None:
+    runs, model = str(flow.here), str(flow.here / "run")
+    servers = [["/api/detect", "ui", "--model", model, "--runs", runs], ["/detect", "serve", model]]
+    _, events = watched(tmp_path, sys.executable, "-c", SERVERS, json.dumps(servers))
+    assert not unpickled(events)
+    asked = {what for event, _, what in events if event.startswith("socket.")}
+    assert asked  # the request itself, and where it is waited for
+    assert not [what for what in asked if "127.0.0.1" not in what]
+
+
 def test_the_watcher_sees_what_it_is_there_for(tmp_path: Path) -> None:
     """A file that is unpickled, a connection, a file outside; in a child process too."""
     (tmp_path / "file").write_bytes(Payload(tmp_path / "canary").pickled(4))
@@ -294,7 +325,7 @@ def test_the_watcher_sees_what_it_is_there_for(tmp_path: Path) -> None:
 
 def test_no_command_asks_for_the_network(flow: Flow) -> None:
     assert [e for e in flow.events if e[0].startswith("socket.")] == []
-    assert flow.told.count("ended with 0") == 11
+    assert flow.told.count("ended with 0") == 16
 
 
 def test_what_is_written_goes_where_it_was_asked_for(flow: Flow) -> None:
@@ -356,7 +387,7 @@ class Seen(html.parser.HTMLParser):
 def test_cards_and_reports_show_hostile_names_as_text(flow: Flow) -> None:
     """Rendered with raw HTML let through, as the strictest reader would see it."""
     pages = [*flow.here.glob("**/README.md"), flow.here / "report" / "report.md"]
-    assert len(pages) == 4
+    assert len(pages) == 8
     harmless = {"h1", "h2", "h3", "p", "hr", "code", "pre", "em", "ul", "li"}
     harmless |= {"table", "thead", "tbody", "tr", "th", "td"}
     render = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -1046,6 +1077,69 @@ def test_a_compression_bomb_is_read_in_flat_memory(suffix: str, tmp_path: Path) 
     size, grown = map(int, done.stdout.split())
     assert size == BOMB_BYTES
     assert grown < 40  # MiB
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int = 0) -> Any:
+    found = tarfile.TarInfo(name)
+    found.type, found.linkname, found.size = kind, link, size
+    return found
+
+
+# What an unpacker could be made to write, and where.
+MEMBERS: dict[str, list[Any]] = {
+    "above": [member("../canary", size=5)],
+    "absolute": [member("/canary", size=5)],
+    "link": [member("a", tarfile.SYMTYPE, ".."), member("a/canary", size=5)],
+    "hard link": [member("a", tarfile.LNKTYPE, "../text.txt"), member("a", size=5)],
+    "fifo": [member("canary", tarfile.FIFOTYPE)],
+    "device": [member("canary", tarfile.CHRTYPE)],
+    "bomb": [member("canary", size=64 << 20)],
+    "many": [member(f"canary{i}") for i in range(10_000)],
+    "twice": [member("canary", size=5)] * 2,
+    "plain": [member("canary.txt", size=5)],
+}
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz", ".zip", ".txt"])
+@pytest.mark.parametrize("kind", MEMBERS)
+def test_an_archive_is_refused_and_nothing_of_it_written(
+    kind: str,
+    suffix: str,
+    flow: Flow,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    inside = tmp_path / "a" / "b"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    flow.copy(inside, "tokenizer", "export")
+    (inside / "text.txt").write_text("mine")
+    archive = inside / f"given{suffix}"
+    if suffix == ".zip":
+        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, size in {each.name: each.size for each in MEMBERS[kind]}.items():
+                file.writestr(name, bytes(size))
+    else:
+        mode = "w:gz" if suffix.endswith("gz") else "w"
+        with tarfile.open(archive, mode) as file:
+            for each in MEMBERS[kind]:
+                file.addfile(each, io.BytesIO(bytes(each.size)))
+    before = set(tmp_path.rglob("*"))
+    for command in (
+        ("prepare", "--input", archive, "--tokenizer", "tokenizer", "--out", "new"),
+        ("tokenizer", "--input", archive, "--out", "new-tokenizer"),
+        ("finetune", "--model", "export", "--data", archive, "--out", "new-tuned"),
+        ("detect", "one", "--model", archive),
+    ):
+        assert electra(*command) in (2, 3)
+        told = capsys.readouterr().err
+        assert "to do:" in told
+        assert "Traceback" not in told
+    made = {p for p in set(tmp_path.rglob("*")) - before if "/b/new" not in str(p)}
+    assert not made
+    assert not list(tmp_path.rglob("canary*"))
+    assert (inside / "text.txt").read_text() == "mine"
 
 
 MB = 1 << 20
