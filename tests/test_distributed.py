@@ -60,6 +60,7 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
         watch_writes(written, work / "runs")
 
     pretrain(config, corpus, work / "runs" / "whole", quiet=True)
+    pretrain(with_run(config, train_steps=1), corpus, work / "runs" / "one-step", quiet=True)
 
     kept, done = Trainer.step, [0]
 
@@ -229,6 +230,24 @@ def test_two_processes_train_like_one(pair: Path, single: Path) -> None:
     # Counts are whole numbers: equal masks and samples give them exactly.
     for name in ("replaced_percent", "mlm_accuracy"):
         assert [m[name] for m in one[:3]] == [m[name] for m in two[:3]]
+
+
+def test_the_gradients_of_the_first_step_are_those_of_one_process(
+    pair: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    """By the first moments, which after one step are a tenth of them; every parameter has one."""
+    pretrain(with_run(config_of_pair(), train_steps=1), corpus, tmp_path, quiet=True)
+    one, two = (load_newest(r / "checkpoints") for r in (tmp_path, pair / "runs" / "one-step"))
+    assert one is not None
+    assert two is not None
+    names = [name for name in one.tensors["optimizer"] if name.startswith("m.")]
+    assert len(names) == len(one.tensors["model"])
+    whole, split = (
+        torch.cat([c.tensors["optimizer"][n].double().flatten() for n in names]) for c in (one, two)
+    )
+    assert whole.norm() > 0
+    assert (whole - split).norm() <= 1e-6 * whole.norm()
+    assert all(one.tensors["optimizer"][name].any() for name in names)
 
 
 def test_gradients_leave_in_pieces_during_the_backward_pass_with_the_same_sum(pair: Path) -> None:
