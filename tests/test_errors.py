@@ -30,6 +30,7 @@ import electra.text
 from electra import cli
 from electra.config import to_dict
 from electra.corpus import Corpus
+from electra.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "tf"
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
@@ -128,6 +129,12 @@ SIZES = [
         }
     ),
 ]
+
+
+def retokenized(run: Path) -> Path:
+    """With a tokenizer that is another, though of the same size."""
+    Tokenizer.load(run / "tokenizer" / "vocab.txt", lowercase=False).save(run / "tokenizer")
+    return run
 
 
 def damage(path: Path) -> Path:
@@ -338,6 +345,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("export", "no checkpoint is intact"): lambda p: ["export", damaged_run(p), "--out", p.out],
     ("export", "the licence is no name"): lambda p: [
         *("export", p.made.run, "--out", p.out, "--license", "My own: yes"),
+    ],
+    ("export", "the tokenizer is another"): lambda p: [
+        *("export", retokenized(p.copy(p.made.run)), "--out", p.out),
     ],
     ("export", "the output holds something else"): lambda p: [
         *("export", p.made.run, "--out", p.file("mine/notes", "").parent),
