@@ -10,6 +10,7 @@ import ast
 import bz2
 import csv
 import gzip
+import hashlib
 import html.parser
 import importlib.metadata
 import io
@@ -1232,6 +1233,31 @@ def test_every_dependency_is_listed_with_its_licence() -> None:
     needed = {Requirement(line).name for line in project["dependencies"]}
     assert listed.keys() == needed
     assert listed == {name: licence_of(name) for name in needed}
+
+
+def test_the_list_of_packages_has_all_that_is_needed_with_hashes() -> None:
+    """docs/sbom.py, against what the installed metadata says of each package by itself."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "sbom.py")], capture_output=True, check=True
+    )
+    told = json.loads(done.stdout)
+    assert (told["bomFormat"], told["specVersion"]) == ("CycloneDX", "1.6")
+    parts = {part["name"].lower().replace("_", "-"): part for part in told["components"]}
+    assert len(parts) == len(told["components"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {Requirement(line).name for line in project["dependencies"]} <= parts.keys()
+    assert {"sympy", "mpmath", "markdown-it-py", "mdurl"} <= parts.keys()  # torch's, rich's
+    for name, part in parts.items():
+        installed = importlib.metadata.distribution(name)
+        assert part["version"] == installed.version
+        record = hashlib.sha256((installed.read_text("RECORD") or "").encode()).hexdigest()
+        assert part["properties"] == [{"name": "electra:sha256-of-RECORD", "value": record}]
+        assert part["licenses"][0]["license"]["name"] not in ("", "unknown"), name
+    known = {part["bom-ref"] for part in parts.values()} | {told["metadata"]["component"]["purl"]}
+    assert {edge["ref"] for edge in told["dependencies"]} == known
+    edges = {edge["ref"]: edge["dependsOn"] for edge in told["dependencies"]}
+    (sympy,) = (ref for ref in edges if ref.startswith("pkg:pypi/sympy@"))
+    assert [ref.partition("@")[0] for ref in edges[sympy]] == ["pkg:pypi/mpmath"]
 
 
 def test_every_dependency_has_a_lowest_version_and_none_comes_from_elsewhere() -> None:
