@@ -305,7 +305,8 @@ for i in range(moments):
     os.kill(child, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)[i % 3])
     began = time.monotonic()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(json.dumps({"code": code, "seconds": time.monotonic() - began, "shards": shards()}))
+    told = {"code": code, "seconds": time.monotonic() - began, "shards": shards()}
+    print(json.dumps(told), flush=True)  # or the next child would print it once more
 """
 
 

@@ -134,8 +134,14 @@ def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
     micro: PretrainConfig, corpus: Corpus, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrain(micro, corpus, small_disk / "whole", quiet=True)
+
+    def fill_after_the_save() -> None:
+        while not (small_disk / "run" / "checkpoints" / "step-00000004").exists():
+            time.sleep(0.01)
+        fill(small_disk, 50_000)
+
     with monkeypatch.context() as patch:
-        at_step(patch, 6, lambda: fill(small_disk, 50_000))
+        at_step(patch, 6, fill_after_the_save)
         with pytest.raises(DiskFull, match=r"disk is full: [\d,]+ bytes are free, [\d,]+ are"):
             pretrain(micro, corpus, small_disk / "run", quiet=True)
     assert [p.name for p in (small_disk / "run" / "checkpoints").iterdir()] == ["step-00000004"]
