@@ -533,13 +533,14 @@ def _rounded(tensors: Tensors) -> Tensors:
 def _shards(tensors: Tensors, limit: int | None) -> dict[str, Tensors]:
     """The files of a model by their names, filled in the order of the tensors."""
     parts: list[Tensors] = [{}]
-    room = math.inf if limit is None else limit
+    size = math.inf if limit is None else limit
+    room = size
     for name, tensor in tensors.items():
-        room -= tensor.nbytes
-        if room < 0 and parts[-1]:
+        if tensor.nbytes > room and parts[-1]:
             parts.append({})
-            room = (limit or 0) - tensor.nbytes
+            room = size
         parts[-1][name] = tensor
+        room -= tensor.nbytes
     if len(parts) == 1:
         return {_WEIGHTS: parts[0]}
     stem = _WEIGHTS.removesuffix(".safetensors")
