@@ -538,10 +538,11 @@ class FinetuneConfig(Settings):
     """Correct Adam's moments for their zero start; the released code does not."""
     loss: Literal["mean", "sum"] = "mean"
     """Of the examples of a batch; the released code sums, so that its clip is nearly always on."""
-    dropout: Portion = 0.1
-    """Dropout of hidden states and of the head's input."""
-    attention_dropout: Portion = 0.1
-    """Dropout of attention probabilities."""
+    dropout: Portion | None = None
+    """Dropout of hidden states and of the head's input; default: what the model was pre-trained
+    with. One that never saw any is ruined by it (docs/log.md)."""
+    attention_dropout: Portion | None = None
+    """Dropout of attention probabilities; default as above."""
     head: Literal["paper", "hf"] = "paper"
     """paper: a linear layer on [CLS], joint start and end for questions. hf: what transformers'
     classes have."""

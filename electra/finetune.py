@@ -82,6 +82,8 @@ def resolve(config: FinetuneConfig, encoder: EncoderConfig, task: Task) -> Finet
         epochs=chosen(config.epochs, float(task.epochs)),
         length=min(chosen(config.length, task.length), encoder.max_positions),
         both_orders=chosen(config.both_orders, task.both_orders),
+        dropout=chosen(config.dropout, encoder.dropout),
+        attention_dropout=chosen(config.attention_dropout, encoder.attention_dropout),
     )
 
 
@@ -268,6 +270,8 @@ class Trainer:
     ) -> None:
         """config: resolved. data: `features` on the device, if they are there already."""
         assert config.layer_decay is not None
+        assert config.dropout is not None
+        assert config.attention_dropout is not None
         self.config, self.runtime, self.features = config, runtime, features
         self.encoder_tensors = encoder.tensors
         settings = dataclasses.replace(

@@ -173,9 +173,21 @@ def test_what_the_paper_fixes_for_all() -> None:
 
 def test_what_is_given_stays() -> None:
     given = FinetuneConfig(
-        learning_rate=1e-5, layer_decay=1.0, epochs=0.5, length=9, both_orders=False
+        learning_rate=1e-5,
+        layer_decay=1.0,
+        epochs=0.5,
+        length=9,
+        both_orders=False,
+        dropout=0.3,
+        attention_dropout=0.0,
     )
     assert resolve(given, EncoderConfig(), GLUE["stsb"]) == given
+
+
+def test_dropout_is_that_of_pre_training() -> None:
+    never = EncoderConfig(dropout=0.0, attention_dropout=0.05)
+    c = resolve(FinetuneConfig(), never, GLUE["cola"])
+    assert (c.dropout, c.attention_dropout) == (0.0, 0.05)
 
 
 def test_rows_are_no_longer_than_the_model_reads() -> None:
