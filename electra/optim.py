@@ -105,8 +105,9 @@ class Adam:
         self._groups, factors = self._by_rate(multipliers or {}, hidden)
         self._matrices = self._by_shape(multipliers or {}, hidden)
         self._factors = torch.tensor(factors, device=device)
-        many = device.type == "cuda" and len(factors) > 2
-        self._streams = [torch.cuda.Stream(device) for _ in factors] if many else []
+        groups = len(factors) + len(self._matrices)
+        many = device.type == "cuda" and groups > 2
+        self._streams = [torch.cuda.Stream(device) for _ in range(groups)] if many else []
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
         self.worst_in_a_row = torch.zeros_like(self.bad_steps)  # since it was last looked at
@@ -283,8 +284,10 @@ class Adam:
                     grad_scale=divisor,
                     found_inf=skip,
                 )
-        for factor, (ps, gs, ms) in self._matrices:
-            self._muon(ps, gs, ms, lr * (factor * c.muon_rate / c.learning_rate), divisor, skip)
+        for i, (factor, (ps, gs, ms)) in enumerate(self._matrices, len(self._groups)):
+            with self._beside(i):
+                rate = lr * (factor * c.muon_rate / c.learning_rate)
+                self._muon(ps, gs, ms, rate, divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
         self.bad_steps += ~good & self.live
@@ -339,7 +342,7 @@ class Adam:
         return spike
 
     def _beside(self, group: int) -> contextlib.AbstractContextManager[Any]:
-        """Groups of a layer each are too small to fill a GPU, so they are updated side by side."""
+        """A group of one rate or shape is too small to fill a GPU, so they work side by side."""
         if not self._streams:
             return contextlib.nullcontext()
         self._streams[group].wait_stream(torch.cuda.current_stream())
