@@ -45,6 +45,7 @@ from .files import (
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
+_PIECE = 16 * 2**20  # bytes that are on their way from a GPU at once
 Tensors = dict[str, dict[str, Tensor]]  # file -> name -> tensor
 
 
@@ -124,7 +125,7 @@ class Saver:
             if ready is not None:
                 with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
                     ready.synchronize()
-                    copies = {place: buffer.cpu() for place, buffer in copies.items()}
+                    copies = {place: _to_host(buffer) for place, buffer in copies.items()}
 
             def copied(t: Tensor) -> Tensor:
                 buffer = copies[t.untyped_storage().data_ptr()]
@@ -162,6 +163,24 @@ class Saver:
                 os.replace(path, doomed)
             fault_point("during_prune")
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _to_host(buffer: Tensor) -> Tensor:
+    """`buffer` (n,) in the host's memory, by way of a little of it that is pinned.
+
+    A copy into memory that is not keeps the driver to itself until it ends, and no other thread
+    can launch a step meanwhile.
+    """
+    host = torch.empty(buffer.shape, dtype=buffer.dtype)
+    stage = torch.empty(_PIECE, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
+    for source, goal in zip(buffer.split(_PIECE), host.split(_PIECE), strict=True):
+        stage[: len(source)].copy_(source, non_blocking=True)
+        if buffer.is_cuda:
+            arrived = torch.cuda.Event(blocking=True)
+            arrived.record()
+            arrived.synchronize()
+        goal.copy_(stage[: len(source)])
+    return host
 
 
 def _whole(storage: torch.UntypedStorage) -> Tensor:

@@ -437,3 +437,10 @@ for name, count, directory in {[(n, c, str(d)) for d, (n, c) in children.items()
         Saver(directory, keep=keep)
         assert not list(directory.glob(".*"))
     assert killed >= 2 * len(fault_points())
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 65])
+def test_what_travels_in_pieces_arrives_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_PIECE", 8)
+    bytes_ = torch.arange(size).to(torch.uint8)
+    assert torch.equal(checkpoint._to_host(bytes_), bytes_)
