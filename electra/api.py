@@ -30,6 +30,7 @@ from .detect import detect as detect_in
 from .embed import Vectors
 from .embed import embed as embed_with
 from .errors import ElectraError, Stopped, StopRequest
+from .files import shipped_model
 from .glue import answer_questions, answer_texts, finetune_task
 from .hf import (
     ExportReport,
@@ -143,9 +144,12 @@ def train(
     return Model(out)
 
 
-def load(path: Place) -> Model:
-    """A model before any task: a run, an export, any ELECTRA of transformers or of Google's."""
-    return Model(path)
+def load(path: Place | None = None) -> Model:
+    """A model before any task: a run, an export, any ELECTRA of transformers or of Google's.
+
+    Without a path: the English one in models/small-en of the checkout.
+    """
+    return Model(shipped_model() if path is None else path)
 
 
 def load_finetuned(path: Place) -> Finetuned:

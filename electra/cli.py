@@ -156,7 +156,8 @@ class PlanCommand:
     """Show what a run takes: parameters, FLOPs, memory, tokens; time and money by device."""
 
     recipe: tyro.conf.Positional[str] = "small"
-    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large."""
+    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large,
+    speedrun-5, speedrun-10, speedrun-25."""
     profile: Profile = "best"
     """How the points are read on which paper and released code differ."""
     config: Path | None = None
@@ -189,6 +190,8 @@ class PlanCommand:
         g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
         generator = f"{g.layers} x {g.hidden_size}" if s.generator.kind == "network" else ""
         batch = plan.state_bytes + (s.data.micro_batch or s.data.batch_size) * each
+        most = "at most " if s.run.minutes else ""
+        limit = f" in {s.run.minutes:g} minutes" if s.run.minutes else ""
         rows = {
             "recipe": s.name,
             "encoder": f"{s.encoder.layers} x {s.encoder.hidden_size}, {s.encoder.attention_heads} "
@@ -197,11 +200,11 @@ class PlanCommand:
             "parameters kept": f"{plan.discriminator_parameters:,}",
             "parameters of the generator": f"{plan.generator_parameters:,}",
             "tokens per step": f"{plan.tokens_per_step:,}",
-            "steps": f"{s.run.train_steps:,}",
-            "tokens in all": f"{plan.total_tokens:,}",
+            "steps": f"{most}{s.run.train_steps:,}{limit}",
+            "tokens in all": f"{most}{plan.total_tokens:,}",
             "FLOPs per token": f"{plan.flops_per_token / 1e6:,.1f} M",
-            "FLOPs in all": f"{plan.total_flops:.3g}",
-            "FLOPs by the paper's rules": f"{plan.paper_flops:.3g}",
+            "FLOPs in all": f"{most}{plan.total_flops:.3g}",
+            "FLOPs by the paper's rules": f"{most}{plan.paper_flops:.3g}",
             "memory for weights and optimizer": f"{plan.state_bytes / 2**30:.2f} GiB",
             "memory per sequence": f"{each / 2**20:.1f} MiB on {name}",
             "memory for a whole batch": f"{batch / 2**30:.2f} GiB",
@@ -225,7 +228,8 @@ class PretrainCommand:
     """Pre-train generator and discriminator; the same command again continues."""
 
     recipe: tyro.conf.Positional[str] = "small"
-    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large."""
+    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large,
+    speedrun-5, speedrun-10, speedrun-25."""
     out: Path
     """The run directory."""
     corpus: Path | None = None
@@ -382,8 +386,9 @@ class ImportCommand:
 class ExtendCommand:
     """Give a model tokens for the words of a domain, before it is trained further on its text."""
 
-    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """An export, a run, a transformers ELECTRA or a TensorFlow checkpoint."""
+    model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
+    """An export, a run, a transformers ELECTRA or a TensorFlow checkpoint; default: models/small-en
+    of the checkout."""
     input: tuple[str, ...]
     """Text of the domain: files, folders or patterns (txt, jsonl, parquet, warc, …), or hf:NAME."""
     out: Path
@@ -399,7 +404,7 @@ class ExtendCommand:
         from .extend import extend
 
         done = extend(
-            self.model,
+            _model(self.model),
             self.input,
             self.out,
             tokens=self.tokens,
@@ -423,8 +428,9 @@ TaskName = Literal[
 class FinetuneCommand:
     """Fine-tune on a task of GLUE, SQuAD or your own data; the same command again continues."""
 
-    model: Path
-    """An export, a run, a transformers ELECTRA or a TensorFlow checkpoint (model.ckpt-N)."""
+    model: Path | None = None
+    """An export, a run, a transformers ELECTRA or a TensorFlow checkpoint (model.ckpt-N); default:
+    models/small-en of the checkout."""
     data: Path
     """The GLUE or SQuAD folder, or your csv, tsv, jsonl, parquet or CoNLL file or folder."""
     out: Path
@@ -457,7 +463,7 @@ class FinetuneCommand:
         from .report import report
 
         finetune_task(
-            self.model,
+            _model(self.model),
             self.data,
             self.out,
             self.settings,
@@ -478,8 +484,9 @@ class FinetuneCommand:
 class GlueCommand:
     """Fine-tune and score every GLUE task that is present; the same command again continues."""
 
-    model: Path
-    """An export, a run of `electra pretrain`, or a transformers ELECTRA."""
+    model: Path | None = None
+    """An export, a run of `electra pretrain`, or a transformers ELECTRA; default: models/small-en
+    of the checkout."""
     data: Path
     """Folder with CoLA, SST-2, MRPC, … as GLUE distributes them."""
     out: Path
@@ -501,7 +508,7 @@ class GlueCommand:
         from .report import report
 
         glue(
-            self.model,
+            _model(self.model),
             self.data,
             self.out,
             self.settings,
@@ -633,8 +640,9 @@ class DetectCommand:
 
     text: tyro.conf.Positional[str]
     """The text to look at."""
-    model: Path
-    """An export, a transformers ELECTRA discriminator, or a run."""
+    model: Path | None = None
+    """An export, a transformers ELECTRA discriminator, or a run; default: models/small-en of the
+    checkout."""
     alternatives: int = 3
     """How many of the generator's alternatives are shown for a suspicious token."""
 
@@ -643,17 +651,16 @@ class DetectCommand:
 
         from .detect import detect, render
 
-        Console(highlight=False).print(
-            render(detect(self.model, self.text, alternatives=self.alternatives))
-        )
+        found = detect(_model(self.model), self.text, alternatives=self.alternatives)
+        Console(highlight=False).print(render(found))
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbedCommand:
     """Turn each line of a text file into a vector; a line without text into zeros."""
 
-    model: Path
-    """An export, a transformers ELECTRA, or a run."""
+    model: Path | None = None
+    """An export, a transformers ELECTRA, or a run; default: models/small-en of the checkout."""
     input: str
     """A UTF-8 file, also .gz .bz2 .xz .zst, or - for what is piped in."""
     out: Path
@@ -674,11 +681,12 @@ class EmbedCommand:
 
         from .embed import embed_file
 
+        model = _model(self.model)
         console = Console(file=sys.stderr, highlight=False, quiet=self.quiet)
         try:
             with StopRequest() as stop, console.status("reading …") as status:
                 done = embed_file(
-                    self.model,
+                    model,
                     self.input,
                     self.out,
                     should_stop=stop,
@@ -701,8 +709,9 @@ class EmbedCommand:
 class OnnxCommand:
     """Write an exported or fine-tuned model as ONNX and check it in onnxruntime (extra onnx)."""
 
-    model: Path
-    """An export, a run of `electra finetune`, or a transformers ELECTRA."""
+    model: Path | None = None
+    """An export, a run of `electra finetune`, or a transformers ELECTRA; default: models/small-en
+    of the checkout, which needs --out."""
     out: Path | None = None
     """A directory for model.onnx, config.json and the tokenizer; default: beside the model."""
     part: Literal["model", "encoder"] = "model"
@@ -715,7 +724,11 @@ class OnnxCommand:
     def run(self) -> None:
         from .onnx_export import export_onnx
 
-        report = export_onnx(self.model, self.out, part=self.part, int8=self.int8, data=self.data)
+        if self.model is None and self.out is None:
+            what, fix = "Nothing is written into the checkout's model.", "say where with --out"
+            raise ElectraError(what, where="electra onnx", fix=fix)
+        model = _model(self.model)
+        report = export_onnx(model, self.out, part=self.part, int8=self.int8, data=self.data)
         for file in report.files:
             print(f"{file} ({file.stat().st_size / 1e6:,.1f} MB)")
         print(f"checked: outputs within {report.difference:.1e} in onnxruntime")
@@ -730,8 +743,9 @@ class OnnxCommand:
 class ServeCommand:
     """Answer over HTTP with a model: detect, classify, tag, answer, embed (extra serve)."""
 
-    model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """An export, a run, a fine-tuned model or a transformers ELECTRA."""
+    model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
+    """An export, a run, a fine-tuned model or a transformers ELECTRA; default: models/small-en of
+    the checkout."""
     port: int = 8000
     """Where it listens; 0: any that is free."""
     host: str = "127.0.0.1"
@@ -760,7 +774,7 @@ class ServeCommand:
         body = 24 * self.characters + 1024
         limits = Limits(self.characters, body, {}, self.queue, None, self.seconds)
         options: dict[str, Any] = {"workers": self.workers, "hosts": self.names}
-        return serve(self.model, self.host, self.port, limits=limits, **options)
+        return serve(_model(self.model), self.host, self.port, limits=limits, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -768,7 +782,8 @@ class UiCommand:
     """Open a page to try a model, watch runs, fine-tune on a table and look inside (extra ui)."""
 
     model: Path | None = None
-    """An export or a run with both networks, or a discriminator; without it only runs are shown."""
+    """An export or a run with both networks, or a discriminator; default: models/small-en of the
+    checkout, without which only runs are shown."""
     runs: Path = Path("runs")
     """The folder whose runs are shown, and which gets tables and classifiers."""
     port: int = 7860
@@ -784,7 +799,12 @@ class UiCommand:
         if self.per_minute < 1:
             what = f"{self.per_minute} requests a minute are too few for a page."
             raise ElectraError(what, where="--per-minute", fix="use 1 or more")
-        return ui(self.model, self.runs, self.host, self.port, self.per_minute)
+        try:
+            model = _model(self.model)
+        except ElectraError as error:  # the runs are worth a page without a model
+            print(f"electra: {error.what} {error.fix}; only runs are shown", file=sys.stderr)
+            model = None
+        return ui(model, self.runs, self.host, self.port, self.per_minute)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -955,7 +975,7 @@ def _parse(argv: list[str]) -> Command:
     cls: Any = COMMANDS[name]
     prog = f"electra {name}"
     if cls in (FinetuneCommand, GlueCommand):
-        needed: dict[str, Any] = dict.fromkeys(("model", "data", "out"), tyro.MISSING)
+        needed: dict[str, Any] = dict.fromkeys(("data", "out"), tyro.MISSING)
         start = tuning_profile(_value_of("--profile", args) or "paper")
         return tyro.cli(cls, args=args, default=cls(**needed, settings=start), prog=prog)
     if cls not in (PlanCommand, PretrainCommand):
@@ -1010,6 +1030,17 @@ def _prepare(inputs: Sequence[str | Path], tokenizer: Any, out: Path, **settings
             inputs, tokenizer, out, progress=status.update, should_stop=stop, **settings
         )
     print(manifest.summary())
+
+
+def _model(named: Path | None) -> Path:
+    """The model that was named; if none was, that of the checkout, and which one that is."""
+    if named is not None:
+        return named
+    from .files import shipped_model
+
+    model = shipped_model()
+    print(f"model: {model}, as none was named", file=sys.stderr)
+    return model
 
 
 def _print_export(report: Any) -> None:

@@ -24,6 +24,8 @@ import xxhash
 
 from .errors import CorruptError, DiskFull, ElectraError
 
+# Weights of 28 MB are for whoever has the checkout; a wheel is for those with a model of their own.
+SHIPPED = Path(__file__).parents[1] / "models" / "small-en"
 Bytes = bytes | bytearray | memoryview
 # What reading a file can raise that is not what its name promises.
 UNFIT = (
@@ -203,3 +205,15 @@ def reading(path: Path, fix: str = "restore it from a backup") -> Generator[None
     except UNFIT as error:
         what = f"The file cannot be read as what it should be: {type(error).__name__}: {error}."
         raise CorruptError(what, where=str(path), fix=fix) from error
+
+
+def shipped_model() -> Path:
+    """The English model of a checkout, which is taken where no other is named."""
+    if not (SHIPPED / "electra.json").is_file():
+        raise ElectraError(
+            "No model is named, and the English one is not here.",
+            where=str(SHIPPED),
+            fix="name a model; or take electra from its repository, which has this one, and "
+            "install it from there with pip install --editable .",
+        )
+    return SHIPPED

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from .config import (
@@ -129,6 +130,25 @@ def bert_large() -> PretrainConfig:
     return _bert(large(), "bert-large", 464_000)
 
 
+def speedrun(minutes: int) -> PretrainConfig:
+    """ELECTRA-Small in the minutes of a speedrun on one GPU (docs/speedrun.md)."""
+    c = small()
+    return replace(
+        c,
+        name=f"speedrun-{minutes}",
+        encoder=replace(c.encoder, init="local", dropout=0.0, attention_dropout=0.0),
+        optim=replace(
+            c.optim,
+            kind="muon",
+            muon_rate=1.5e-3,
+            warmup_steps=2000,
+            schedule="wsd",
+            decay_percent=40.0,
+        ),
+        run=replace(c.run, minutes=float(minutes)),  # these end it, not the million steps
+    )
+
+
 def _bert(c: PretrainConfig, name: str, steps: int) -> PretrainConfig:
     return replace(masked_lm(c), name=name, run=replace(c.run, train_steps=steps))
 
@@ -156,6 +176,7 @@ RECIPES: dict[str, Callable[[], PretrainConfig]] = {
     "bert-small": bert_small,
     "bert-base": bert_base,
     "bert-large": bert_large,
+    **{f"speedrun-{minutes}": partial(speedrun, minutes) for minutes in (5, 10, 25)},
 }
 
 

@@ -167,6 +167,19 @@ def test_the_other_recipes_differ_where_the_paper_says(
     assert recipe(name).name == name
 
 
+def test_speedruns_are_small_and_differ_in_their_minutes() -> None:
+    runs = {minutes: recipe(f"speedrun-{minutes}") for minutes in (5, 10, 25)}
+    for minutes, config in runs.items():
+        assert config.name == f"speedrun-{minutes}"
+        assert config.run.minutes == minutes
+        assert changes(runs[5], config).keys() <= {"run.minutes"}
+    sizes = ("layers", "hidden_size", "ffn_size", "attention_heads", "embedding_size")
+    sized = {f"encoder.{name}" for name in (*sizes, "max_positions")}  # what transformers loads
+    assert not changes(recipe("small"), runs[5]).keys() & (sized | {"objective.kind"})
+    assert runs[5].encoder.dropout == 0.0
+    assert (runs[5].optim.kind, runs[5].optim.schedule) == ("muon", "wsd")
+
+
 RELEASED = {
     "objective.mask_count": "round",
     "objective.mask_positions": "with_replacement",

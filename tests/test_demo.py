@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -55,6 +56,16 @@ def test_pretraining_helps_beyond_the_spread_of_three_seeds(demo: tuple[Path, di
     task = demo[1]["labelled_task"]
     assert len(task["pretrained"]) == len(task["random"]) == 3
     assert min(task["pretrained"]) > max(task["random"])
+
+
+def test_the_model_of_the_checkout_is_better_than_one_of_minutes(
+    demo: tuple[Path, dict, float],
+) -> None:
+    tiny, small = demo[1], demo[1]["shipped_model"]
+    if small is None:
+        pytest.skip("models/small-en is not in this checkout")
+    assert small["exchanged_words"]["found"] > tiny["exchanged_words"]["found"]
+    assert mean(small["labelled_task"]) > mean(tiny["labelled_task"]["pretrained"])
 
 
 def test_everything_it_names_is_there(demo: tuple[Path, dict, float]) -> None:

@@ -28,7 +28,7 @@ import tyro
 from packaging.requirements import Requirement
 from torch.distributed.run import get_args_parser
 
-from electra import cli
+from electra import cli, files
 from electra.demo_text import find_text
 
 ROOT = Path(__file__).parent.parent
@@ -160,8 +160,12 @@ def seed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scratch(seed: Path, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """An empty current directory, and a function that puts a thing of the seed there."""
+def scratch(
+    seed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], None]]:
+    """An empty current directory, and a function that puts a thing of the seed there; where a
+    command names no model, it is the seed's small one."""
+    monkeypatch.setattr(files, "SHIPPED", seed / "model")
 
     def provide(name: str) -> None:
         source = seed / name

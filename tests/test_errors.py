@@ -27,7 +27,7 @@ import torch
 from artefacts import SMALLEST, SQUAD, Artefacts, make_artefacts
 
 import electra.text
-from electra import cli
+from electra import cli, files
 from electra.config import to_dict
 from electra.corpus import Corpus
 from electra.tokenizer import Tokenizer
@@ -429,6 +429,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("detect", "there is no discriminator"): lambda p: [
         *("detect", "a", "--model", p.made.export / "generator"),
     ],
+    ("detect", "no model is named, none is shipped"): lambda _: ["detect", "a"],
     ("serve", "there is no model"): lambda p: ["serve", p.here],
     ("serve", "a limit is out of range"): lambda p: ["serve", p.here, "--queue", "0"],
     ("serve", "the port does not exist"): lambda p: ["serve", p.made.export, "--port", "65536"],
@@ -470,6 +471,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         *("embed", "--model", p.here, "--input", p.text, "--out", p.here / "a.npy"),
     ],
     ("onnx", "there is no exported model"): lambda p: ["onnx", "--model", p.here],
+    ("onnx", "neither a model nor a place is named"): lambda _: ["onnx"],
     ("onnx", "data without int8"): lambda p: [
         *("onnx", "--model", p.made.tuned, "--data", p.made.table),
     ],
@@ -488,7 +490,14 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus) -> Artefacts:
 
 
 @pytest.fixture
-def place(tmp_path: Path, text: Path, tokenizer_dir: Path, made: Artefacts) -> Place:
+def place(
+    tmp_path: Path,
+    text: Path,
+    tokenizer_dir: Path,
+    made: Artefacts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Place:
+    monkeypatch.setattr(files, "SHIPPED", tmp_path / "models" / "small-en")  # which is not there
     return Place(tmp_path, text, tokenizer_dir, made)
 
 
