@@ -140,7 +140,7 @@ def speedrun(minutes: int) -> PretrainConfig:
         optim=replace(
             c.optim,
             kind="muon",
-            muon_rate=1.5e-3,
+            muon_rate=8e-4,
             warmup_steps=2000,
             schedule="wsd",
             decay_percent=40.0,
