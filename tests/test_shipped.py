@@ -222,13 +222,20 @@ def test_absurd_words_are_what_it_suspects_most(capsys: pytest.CaptureFixture[st
         "library": "The doctor told him to take the medicine twice a library.",
         "chocolate": "The capital of France is chocolate.",
         "swimming": "The army crossed the swimming and took the city.",
+        "spoon": "The river flows through the spoon and into the sea.",
+        "quickly": "He opened the quickly and looked out of the window.",
+        "mountain": "They were married in the church and had three mountain.",
+        "window": "The king died and his window became the new king of England.",
+        "engine": "The engine barked loudly at the cat in the garden.",
+        "tuesday": "He was born in a small tuesday near the coast of Norway.",
+        "sleep": "The film was directed by John Ford and released in sleep.",
     }
     right = 0
     for word, sentence in absurd.items():
         assert cli.run(["detect", sentence]) == 0
         suspected = re.findall(r"^(\S+)  replaced (\d+)%", capsys.readouterr().out, re.M)
         right += max(suspected, key=lambda found: int(found[1]))[0] == word
-    assert right >= 3
+    assert right >= 6  # by chance one or two
 
 
 @real
