@@ -1152,10 +1152,18 @@ def tested(*names: str) -> Callable[[Path, float], Seen]:
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
         results = Counter(next((result.tag for result in case), "passed") for case in cases)
         counts = Counter(case.attrib["name"].partition("[")[0] for case in cases)
-        found = {**results, "tests": dict(counts)}
+        found: dict[str, Any] = {**results, "tests": dict(counts)}
+        inputs = Counter[str]()  # of fuzzing: a test stores how many it has tried
+        for case in cases:
+            kind = case.attrib["name"].partition("[")[2].partition("-")[0]
+            tried = [p for p in case.iter("property") if p.attrib["name"] == "inputs"]
+            inputs.update({kind: int(each.attrib["value"]) for each in tried})
         if code:
             found["told"] = (work / "log").read_text(errors="replace")[-2000:]
         text = f"{results['passed']} of {len(cases)} tests passed"
+        if inputs:
+            found["inputs"] = dict(inputs)
+            text += f", {inputs.total():,} inputs of {len(inputs)} kinds"
         return Seen(code == 0 and results["passed"] == len(cases) > 0, text, found)
 
     return measure
@@ -1257,6 +1265,16 @@ TESTED = {
             "test_safety.py::test_a_checkpoint_deleted_while_it_is_pruned_is_no_error",
             "test_safety.py::test_a_clock_that_is_set_back_changes_nothing",
         ),
+    ),
+    "S12": Entry(
+        "nine kinds of endless text in tokenizer, line encoder, SQuAD windows and scores",
+        "time grows with the length; at most 1 s of an idle core for each megabyte",
+        tested("test_security.py::test_the_time_of_endless_text_grows_with_its_length"),
+    ),
+    "Fuzz": Entry(
+        "files and command lines that hypothesis makes",
+        "at least 100,000 inputs; each has a value or an error that explains",
+        tested("test_fuzz.py"),
     ),
 }
 

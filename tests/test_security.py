@@ -1158,7 +1158,7 @@ ENDLESS: dict[str, Callable[[int], str]] = {
 
 
 def tokenized(tokenizer: Tokenizer, text: str) -> None:
-    tokenizer.encode_with_offsets(text)
+    list(tokenizer.encode_with_offsets([text]))
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> None:
