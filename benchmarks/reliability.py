@@ -1150,18 +1150,19 @@ def tested(*names: str) -> Callable[[Path, float], Seen]:
         process = fresh([*command, *(str(ROOT / "tests" / name) for name in names)], work / "log")
         code = process.wait(60 * LIMIT)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-        results = Counter(next((result.tag for result in case), "passed") for case in cases)
+        tags = ([part.tag for part in case if part.tag != "properties"] for case in cases)
+        results = Counter(next(iter(tag), "passed") for tag in tags)
         counts = Counter(case.attrib["name"].partition("[")[0] for case in cases)
         found: dict[str, Any] = {**results, "tests": dict(counts)}
         inputs = Counter[str]()  # of fuzzing: a test stores how many it has tried
         for case in cases:
             kind = case.attrib["name"].partition("[")[2].partition("-")[0]
             tried = [p for p in case.iter("property") if p.attrib["name"] == "inputs"]
-            inputs.update({kind: int(each.attrib["value"]) for each in tried})
+            inputs[kind] += sum(int(each.attrib["value"]) for each in tried)
         if code:
             found["told"] = (work / "log").read_text(errors="replace")[-2000:]
         text = f"{results['passed']} of {len(cases)} tests passed"
-        if inputs:
+        if inputs := +inputs:
             found["inputs"] = dict(inputs)
             text += f", {inputs.total():,} inputs of {len(inputs)} kinds"
         return Seen(code == 0 and results["passed"] == len(cases) > 0, text, found)
