@@ -1258,6 +1258,14 @@ TESTED = {
             "test_pretrain.py::test_force_cannot_make_another_model_of_it",
         ),
     ),
+    "R22": Entry(
+        "two processes against one, moments whole or in shares, in each row of each ablation",
+        "gradients of the first step within 1e-6, none of them missing",
+        tested(
+            "test_distributed.py::test_the_gradients_of_the_first_step_are_those_of_one_process",
+            "test_distributed.py::test_two_processes_have_the_gradients_of_one_in_each_ablation",
+        ),
+    ),
     "R28": Entry(
         "checkpoints deleted under a run, a clock set back",
         "the run goes on to the same end",
