@@ -928,6 +928,14 @@ def test_a_whole_number_that_no_float_can_hold() -> None:
         from_dict(PretrainConfig, {"optim": {"learning_rate": 10**400}}, where="x")
 
 
+@pytest.mark.parametrize("name", ["train_steps", "log_every", "max_bad_steps"])
+def test_a_whole_number_beyond_all_bounds(name: str) -> None:
+    """A plan would multiply it with a float."""
+    with pytest.raises(ElectraError, match=name) as caught:
+        from_dict(PretrainConfig, {"run": {name: 10**308}}, where="x")
+    assert "below 2^63" in caught.value.fix
+
+
 def test_notes_of_an_unfinished_corpus_that_were_changed(world: World, tmp_path: Path) -> None:
     """Without a checksum a wrong number of pieces would leave out text."""
     text, out, seen = tmp_path / "a.txt", tmp_path / "c", list[str]()

@@ -1177,6 +1177,10 @@ def tokenized(tokenizer: Tokenizer, text: str) -> None:
     list(tokenizer.encode_with_offsets([text]))
 
 
+def whole(tokenizer: Tokenizer, text: str) -> None:
+    tokenizer.backend.encode(text, add_special_tokens=False)
+
+
 def encoded(tokenizer: Tokenizer, text: str) -> None:
     LineEncoder(tokenizer).encode_lines([text])
 
@@ -1213,11 +1217,19 @@ def beams(rows: int, length: int) -> dict[str, Any]:
 @pytest.mark.parametrize("endless", ENDLESS)
 @pytest.mark.parametrize("size", [MB // 16, pytest.param(MB, marks=pytest.mark.long)])
 def test_the_time_of_endless_text_grows_with_its_length(
-    size: int, endless: str, work: Callable[[Tokenizer, str], None], tokenizer: Tokenizer
+    size: int,
+    endless: str,
+    work: Callable[[Tokenizer, str], None],
+    tokenizer: Tokenizer,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Twice the text takes about twice the time, and a megabyte not much; never the square."""
+    """Twice the text takes about twice the time, never the square, and a megabyte about a second.
 
-    def seconds(length: int) -> float:
+    Nor much more than the tokenizers library alone, which takes that second for a text in which
+    every character is a token and which it is given whole: a measure on machines that are slower.
+    """
+
+    def seconds(length: int, work: Callable[[Tokenizer, str], None] = work) -> float:
         given, begin = ENDLESS[endless](length), time.process_time()
         work(tokenizer, given)
         return time.process_time() - begin
@@ -1225,7 +1237,11 @@ def test_the_time_of_endless_text_grows_with_its_length(
     work(tokenizer, ENDLESS[endless](1000))
     one, two = (min(seconds(n) for _ in range(2)) for n in (size, 2 * size))
     assert two < 3 * one + 0.1, (one, two)
-    assert two < 10 * (2 * size / MB)  # a tenth of it on an idle machine
+    assert two < 3 * (2 * size / MB)  # a third of it on an idle machine
+    if size == MB:
+        request.node.user_properties.append(("seconds a megabyte", f"{min(one, two / 2):.2f}"))
+        alone = min(seconds(size, whole) for _ in range(2))
+        assert one < 1.5 * alone + 0.2, (one, alone)
 
 
 # ---------------------------------------------------------------------- what we depend on
