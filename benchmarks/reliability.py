@@ -1273,12 +1273,13 @@ TESTED = {
         ),
     ),
     "R28": Entry(
-        "checkpoints deleted under a run, a clock set back",
-        "the run goes on to the same end",
+        "checkpoints deleted under a run, a clock set back, a network's file system that fails",
+        "the run goes on to the same end, or ends with a reason and loses no checkpoint",
         tested(
             "test_safety.py::test_checkpoints_that_someone_deletes_do_not_end_the_run",
             "test_safety.py::test_a_checkpoint_deleted_while_it_is_pruned_is_no_error",
             "test_safety.py::test_a_clock_that_is_set_back_changes_nothing",
+            "test_safety.py::test_a_file_system_of_the_network_that_fails_at_any_call_costs_no_checkpoint",
         ),
     ),
     "S12": Entry(
