@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup check test test-long docs demo clean
+.PHONY: setup locked lock check test test-long docs demo clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,22 @@ $(VENV)/.demo: pyproject.toml
 $(VENV)/.ready: $(VENV)/.demo
 	$(INSTALL) --editable '.[dev]'
 	touch $@
+
+# What continuous integration runs before `make test`: the versions and hashes of .ci/lock.txt. Not
+# torch, and what it alone needs: its build for the CPU is not the file that PyPI has.
+locked:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) --require-hashes --no-deps --requirement .ci/lock.txt
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip check
+	touch $(VENV)/.demo $(VENV)/.ready
+
+# The newest versions that pyproject.toml allows, for every Python of it; needs uv.
+lock:
+	echo "torch; python_version < '3'" | uv pip compile pyproject.toml --extra dev --universal \
+	    --python-version 3.11 --generate-hashes --no-annotate --no-header --override - \
+	    --upgrade --quiet --output-file .ci/lock.txt
 
 check: setup
 	$(BIN)/ruff check .

@@ -1150,12 +1150,27 @@ def tested(*names: str) -> Callable[[Path, float], Seen]:
         process = fresh([*command, *(str(ROOT / "tests" / name) for name in names)], work / "log")
         code = process.wait(60 * LIMIT)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
-        results = Counter(next((result.tag for result in case), "passed") for case in cases)
+        tags = ([part.tag for part in case if part.tag != "properties"] for case in cases)
+        results = Counter(next(iter(tag), "passed") for tag in tags)
         counts = Counter(case.attrib["name"].partition("[")[0] for case in cases)
-        found = {**results, "tests": dict(counts)}
+        found: dict[str, Any] = {**results, "tests": dict(counts)}
+        inputs, slowest = Counter[str](), dict[str, float]()  # what tests tell of themselves
+        for case in cases:
+            kind = case.attrib["name"].partition("[")[2].rstrip("]")
+            for told in case.iter("property"):
+                if told.attrib["name"] == "inputs":
+                    inputs[kind.partition("-")[0]] += int(told.attrib["value"])
+                elif told.attrib["name"] == "seconds a megabyte":
+                    slowest[kind] = float(told.attrib["value"])
         if code:
             found["told"] = (work / "log").read_text(errors="replace")[-2000:]
         text = f"{results['passed']} of {len(cases)} tests passed"
+        if slowest:
+            found["seconds a megabyte"] = slowest
+            text += f", at most {max(slowest.values()):.2f} s a megabyte"
+        if inputs:
+            found["inputs"] = dict(inputs)
+            text += f", {inputs.total():,} inputs of {len(inputs)} kinds"
         return Seen(code == 0 and results["passed"] == len(cases) > 0, text, found)
 
     return measure
@@ -1249,14 +1264,33 @@ TESTED = {
             "test_pretrain.py::test_force_cannot_make_another_model_of_it",
         ),
     ),
+    "R22": Entry(
+        "two processes against one, moments whole or in shares, in each row of each ablation",
+        "gradients of the first step within 1e-6, none of them missing",
+        tested(
+            "test_distributed.py::test_the_gradients_of_the_first_step_are_those_of_one_process",
+            "test_distributed.py::test_two_processes_have_the_gradients_of_one_in_each_ablation",
+        ),
+    ),
     "R28": Entry(
-        "checkpoints deleted under a run, a clock set back",
-        "the run goes on to the same end",
+        "checkpoints deleted under a run, a clock set back, a network's file system that fails",
+        "the run goes on to the same end, or ends with a reason and loses no checkpoint",
         tested(
             "test_safety.py::test_checkpoints_that_someone_deletes_do_not_end_the_run",
             "test_safety.py::test_a_checkpoint_deleted_while_it_is_pruned_is_no_error",
             "test_safety.py::test_a_clock_that_is_set_back_changes_nothing",
+            "test_safety.py::test_a_file_system_of_the_network_that_fails_at_any_call_costs_no_checkpoint",
         ),
+    ),
+    "S12": Entry(
+        "nine kinds of endless text in tokenizer, line encoder, SQuAD windows and scores",
+        "time grows with the length; at most 1 s of an idle core a megabyte",
+        tested("test_security.py::test_the_time_of_endless_text_grows_with_its_length"),
+    ),
+    "Fuzz": Entry(
+        "files and command lines that hypothesis makes",
+        "at least 100,000 inputs; each has a value or an error that explains",
+        tested("test_fuzz.py"),
     ),
 }
 

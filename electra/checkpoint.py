@@ -159,7 +159,7 @@ class Saver:
             fault_point("before_prune")
             # Renamed first, so that a crash in the middle never leaves half a checkpoint by name.
             doomed = path.with_name(f".tmp-pruned-{path.name}")
-            with contextlib.suppress(FileNotFoundError):  # someone else deleted it first
+            with storage_errors(path), contextlib.suppress(FileNotFoundError):  # deleted already
                 os.replace(path, doomed)
             fault_point("during_prune")
             shutil.rmtree(doomed, ignore_errors=True)

@@ -36,11 +36,11 @@ class _Rule:
     use: str
 
 
-Count = Annotated[int, _Rule(lambda v: v >= 1, "at least 1")]
+Count = Annotated[int, _Rule(lambda v: 1 <= v < 1 << 63, "at least 1, below 2^63")]
 # Far above any model, and low enough that nothing is built in vain for a hostile config.json.
 Layers = Annotated[int, _Rule(lambda v: 1 <= v <= 1000, "1 to 1000")]
 Size = Annotated[int, _Rule(lambda v: 1 <= v < 1 << 20, "1 to 1048575")]
-Whole = Annotated[int, _Rule(lambda v: v >= 0, "0 or more")]
+Whole = Annotated[int, _Rule(lambda v: 0 <= v < 1 << 63, "0 or more, below 2^63")]
 Seed = Annotated[int, _Rule(lambda v: 0 <= v < 2**32, "0 to 4294967295")]
 Positive = Annotated[float, _Rule(lambda v: 0 < v < math.inf, "a positive number")]
 NotNegative = Annotated[float, _Rule(lambda v: 0 <= v < math.inf, "0 or a positive number")]
@@ -50,7 +50,7 @@ HalfPercent = Annotated[float, _Rule(lambda v: 0 <= v <= 50, "a percentage from 
 MaskPercent = Annotated[
     float, _Rule(lambda v: 0.001 <= v < 100, "a percentage such as 15 (paper), or 25 for large")
 ]
-Length = Annotated[int, _Rule(lambda v: v >= 8, "at least 8")]
+Length = Annotated[int, _Rule(lambda v: 8 <= v < 1 << 63, "at least 8, below 2^63")]
 LICENSE = _Rule(
     lambda v: re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", v) is not None,
     "a name that the Hub knows, such as apache-2.0, cc-by-sa-4.0 or other",

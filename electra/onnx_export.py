@@ -97,6 +97,7 @@ def export_onnx(
 
     data: labelled rows for a classifier, on which the cost of int8 is counted.
     """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when onnxruntime is imported
     needed = ("onnxruntime", "onnx", "onnxscript", "onnxruntime.quantization")
     runtime, onnx, _, quantization = map(_extra, needed)
     directory = _directory(model)

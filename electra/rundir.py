@@ -209,6 +209,8 @@ def load_run(run: Path) -> LoadedRun:
         config = from_dict(PretrainConfig, record["config"], where=f"{run / 'run.json'}: config")
         weights = saved.tensors.get("average", saved.tensors["model"])
         vocab_size = record["vocab_size"]
+        if type(vocab_size) is not int or vocab_size < 1:
+            raise ValueError(f"vocab_size is {vocab_size}")
         # Before memory is taken: a damaged number would ask for any amount of it.
         found = sum(t.numel() for t in weights.values())
         wanted = sum(count_parameters(config, vocab_size))

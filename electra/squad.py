@@ -16,7 +16,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -156,8 +156,8 @@ def windows(
         what = f"Windows of {length} tokens have no room for questions of {query} and a passage."
         raise ElectraError(what, where="length, query, stride", fix="use 512, 64 and 128")
     contexts = {context: n for n, context in enumerate(dict.fromkeys(q.context for q in questions))}
-    passages = list(_encode(list(contexts), tokenizer))
-    asked = _encode([question.text for question in questions], tokenizer)
+    passages = list(tokenizer.encode_with_offsets(list(contexts)))
+    asked = tokenizer.encode_with_offsets([question.text for question in questions])
     cls, sep = np.array([[tokenizer.cls_id], [tokenizer.sep_id]], np.int32)
     rows, found, spans = list[Ints](), list[Window](), list[tuple[int, int]]()
     for number, (question, (ids, _)) in enumerate(zip(questions, asked, strict=True)):
@@ -196,13 +196,6 @@ def windows(
     return Features(tokens, lengths, firsts, targets, example), found
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer) -> Iterator[tuple[Ints, Ints]]:
-    """Ids (n,) and character offsets (n, 2) of each text; in parts, since encodings are large."""
-    for i in range(0, len(texts), 1000):
-        for one in tokenizer.backend.encode_batch(texts[i : i + 1000], add_special_tokens=False):
-            yield np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)
-
-
 def answers(
     questions: Sequence[Question],
     windows: Sequence[Window],
@@ -224,10 +217,12 @@ def answers(
     names = ("start_log_probs", "start_index", "end_log_probs", "end_index", "answerable")
     for window, p, s, q, e, no in zip(windows, *(predictions[n] for n in names), strict=True):
         null[window.question] = min(null[window.question], float(no))
-        s, e = np.broadcast_arrays(s[:, None] - window.first, e - window.first)  # (K, K)
-        valid = (s >= 0) & (s <= e) & (e < np.minimum(s + max_tokens, len(window.offsets)))
-        valid[valid] = window.max_context[s[valid]]
-        s, e, score = s[valid], e[valid], (p[:, None] + q)[valid]
+        s, n = s - window.first, len(window.offsets)
+        own = np.flatnonzero((s >= 0) & (s < n))
+        own = own[window.max_context[s[own]]]
+        s, e = s[own, None], e[own] - window.first  # (k, 1), (k, K)
+        valid = (s <= e) & (e < np.minimum(s + max_tokens, n))
+        s, e, score = np.repeat(s, valid.sum(1)), e[valid], (p[own, None] + q[own])[valid]
         top = np.argsort(-score, kind="stable")[:n_best]
         begins, stops = window.offsets[s[top], 0].tolist(), window.offsets[e[top], 1].tolist()
         spans[window.question] += zip(score[top].tolist(), begins, stops, strict=True)

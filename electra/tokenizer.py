@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -37,6 +38,7 @@ from .text import (
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CASING = ("do_lower_case", "strip_accents")  # of tokenizer_config.json
 _MAX_WORD = 100  # characters; a longer word is [UNK], as in BERT
+_PIECE = 1 << 10  # characters of a long text that are encoded at once
 _MAX_CHUNKS = 1 << 22  # distinct ones that are counted at once when a vocabulary is trained
 
 
@@ -160,10 +162,45 @@ class Tokenizer:
         """Ids with [CLS] and [SEP], as a model reads them."""
         return self.backend.encode(text, pair).ids
 
-    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Ids without [CLS] and [SEP], and the characters of `text` each of them stands for."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Ids (n,) of each text without [CLS] and [SEP], and (n, 2) the characters of each id."""
+        for i in range(0, len(texts), 1000):  # in parts, since encodings are large
+            cut = [list(self._pieces(text)) for text in texts[i : i + 1000]]
+            pieces = list(chain.from_iterable(cut))
+            encodings = iter(self.backend.encode_batch(pieces, add_special_tokens=False))
+            for parts in cut:
+                found = list(islice(encodings, len(parts)))
+                ids, counts = flatten([one.ids for one in found])
+                places = chain.from_iterable(one.offsets for one in found)
+                offsets = np.fromiter(chain.from_iterable(places), np.int32, 2 * len(ids))
+                sizes = np.fromiter(map(len, parts), np.int32, len(parts))
+                first = np.repeat(np.cumsum(sizes, dtype=np.int32) - sizes, counts)
+                yield ids.astype(np.int32), offsets.reshape(-1, 2) + first[:, None]
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """The text, cut where that changes no token: the library is twice as fast on short ones."""
+        start = 0
+        while len(text) - start > 2 * _PIECE and self._border:
+            found = self._border.search(text, start + _PIECE)
+            if not found:
+                break
+            yield text[start : found.end()]
+            start = found.end()
+        yield text[start:]
+
+    @cached_property
+    def _border(self) -> re.Pattern[str] | None:
+        """A blank or mark of ASCII, in no added token, that ends a word whatever is before it."""
+        added = self.backend.get_added_tokens_decoder().values()
+        if not self.is_word_local or any(
+            token.normalized or token.lstrip or token.rstrip or token.single_word for token in added
+        ):
+            return None
+        inside = set("".join(token.content for token in added))
+        marks = "".join(c for c in " " + string.punctuation if c not in inside)
+        return re.compile(f"[{re.escape(marks)}](?=[ -~])")
 
     def decode_tokens(self, ids: Iterable[int]) -> list[str]:
         """The token of each id as it stands in the vocabulary."""

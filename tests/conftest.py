@@ -13,6 +13,7 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import pytest
 import torch

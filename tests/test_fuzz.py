@@ -759,7 +759,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, corpus: Corpus, tokenizer: T
 @pytest.mark.parametrize("times", [1, pytest.param(LONGER, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_any_input_gives_a_value_or_an_error_that_explains(
-    name: str, times: int, world: World, capfd: pytest.CaptureFixture[str]
+    name: str,
+    times: int,
+    world: World,
+    capfd: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     check, inputs, number = PROPERTIES[name]
     tried, start = 0, time.monotonic()
@@ -778,6 +782,7 @@ def test_any_input_gives_a_value_or_an_error_that_explains(
     )
     options(given(inputs)(one))()
     assert tried >= number * times
+    request.node.user_properties.append(("inputs", tried))  # for a report of JUnit
     with capfd.disabled():
         if times > 1:
             print(f"\n{name}: {tried:,} inputs in {time.monotonic() - start:.0f} s", end="")
@@ -875,7 +880,14 @@ def test_a_tokenizer_config_of_wrong_types(config: Any, world: World, tmp_path: 
 
 @pytest.mark.parametrize(
     "change",
-    [{"config": None}, {"vocab_size": 2**33}, {"special_ids": {}}, {"tokenizer_hash": None}],
+    [
+        {"config": None},
+        {"vocab_size": 2**33},
+        {"vocab_size": -1},
+        {"vocab_size": True},
+        {"special_ids": {}},
+        {"tokenizer_hash": None},
+    ],
     ids=str,
 )
 def test_a_record_of_a_run_that_was_changed(
@@ -914,6 +926,14 @@ def test_a_batch_size_in_words_is_no_batch_size(world: World, tmp_path: Path) ->
 def test_a_whole_number_that_no_float_can_hold() -> None:
     with pytest.raises(ElectraError, match="is not float"):
         from_dict(PretrainConfig, {"optim": {"learning_rate": 10**400}}, where="x")
+
+
+@pytest.mark.parametrize("name", ["train_steps", "log_every", "max_bad_steps"])
+def test_a_whole_number_beyond_all_bounds(name: str) -> None:
+    """A plan would multiply it with a float."""
+    with pytest.raises(ElectraError, match=name) as caught:
+        from_dict(PretrainConfig, {"run": {name: 10**308}}, where="x")
+    assert "below 2^63" in caught.value.fix
 
 
 def test_notes_of_an_unfinished_corpus_that_were_changed(world: World, tmp_path: Path) -> None:

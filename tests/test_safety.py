@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -336,6 +337,52 @@ def test_refusing_a_place_takes_no_heavy_import(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.stdout == "2 False\n", done.stderr
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+@pytest.mark.parametrize("call", ["fsync", "replace", "replace that was done"])
+def test_a_file_system_of_the_network_that_fails_at_any_call_costs_no_checkpoint(
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What NFS does and a disk seldom: a sync fails late, a server forgets a file, or it renames
+    and the answer is lost. Not NFS itself: that a second machine sees what was renamed."""
+    saver = Saver(tmp_path, keep=2)
+    saver.save(1, tensors(1), {"seconds": 1 / 3})
+    saver.wait()
+    name, good, failed = call.partition(" ")[0], 1, 0
+    real = getattr(os, name)
+    for at in itertools.count():
+        step, left = at + 2, itertools.count()
+
+        def broken(*given: Any, at: int = at, left: Any = left, **named: Any) -> Any:
+            fails = next(left) == at
+            if fails and not call.endswith("done"):
+                raise OSError(code, os.strerror(code))
+            result = real(*given, **named)
+            if fails:
+                raise OSError(code, os.strerror(code))
+            return result
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, broken)
+            saver.save(step, tensors(step), {"seconds": step / 3})
+            error = None
+            try:
+                saver.wait()
+            except ElectraError as raised:
+                error = raised
+        if error is not None:
+            assert error.exit_code == 2
+            assert os.strerror(code) in error.what
+            assert str(tmp_path) in error.where
+        newest = load_newest(tmp_path, set_aside=False)
+        assert newest is not None
+        assert newest.step in ((good, step) if error else (step,))
+        assert_is(newest, newest.step)
+        good, failed = newest.step, failed + (error is not None)
+        if next(left) <= at:  # there are fewer calls than that
+            break
+    assert failed >= 1
 
 
 # ---------------------------------------------------------------------- what users and clocks do

@@ -36,6 +36,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from artefacts import SMALLEST
 from conftest import language
 from markdown_it import MarkdownIt
 from packaging.requirements import Requirement
@@ -44,6 +45,7 @@ from safetensors.torch import save_file
 from test_cli import MICRO, electra
 
 from electra import squad
+from electra.config import to_dict
 from electra.files import json_bytes, json_sha256, sha256_file, xxh3_file
 from electra.tokenizer import LineEncoder, Tokenizer
 
@@ -118,7 +120,7 @@ def watched(here: Path, *command: str, **environment: str) -> tuple[str, list[An
     watcher.mkdir()
     (watcher / "sitecustomize.py").write_text(WATCHER)
     log.touch()
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "COV_"))}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "COV_", "ORT_"))}
     variables |= {"PYTHONPATH": f"{watcher}:{ROOT}", "WATCH_LOG": str(log), **environment}
     done = subprocess.run(
         command, env=variables, cwd=here, capture_output=True, text=True, timeout=300
@@ -152,8 +154,15 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Flow:
     for name in (f"{EVIL}.csv", "dev.csv"):
         with open(here / name, "w", newline="") as file:
             csv.writer(file).writerows(table)
-    tune = ["--text", "text", "--label", "label", "--epochs", "1", "--threads", "1"]
-    tune += ["--seeds", "2", "--out", "tuned"]
+    (base / "given/RTE").mkdir(parents=True)
+    names, head = ("entailment", "not_entailment"), "index\tsentence1\tsentence2\tlabel\n"
+    pairs = [f"{i}\t{line}\t{line}\t{names[i % 2]}\n" for i, line in enumerate(words[:20])]
+    for split in ("train", "dev"):
+        (base / f"given/RTE/{split}.tsv").write_text(head + "".join(pairs))
+    (base / "given/micro.json").write_text(json.dumps(to_dict(SMALLEST)))
+    (base / "given/grid.toml").write_text("[one]\n")
+    short = ["--epochs", "1", "--threads", "1"]
+    tune = ["--text", "text", "--label", "label", *short, "--seeds", "2", "--out", "tuned"]
     train = ["pretrain", *MICRO, "--corpus", "corpus", "--out", "run", "--run.train-steps", "8"]
     commands = [
         ["check", "--input", "text.txt"],
@@ -170,6 +179,13 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Flow:
         ["embed", "--model", "export", "--input", "text.txt", "--out", "vectors.npy"],
         ["import", "export", "--out", "imported"],
         ["extend", "export", "--input", "domain.txt", "--out", "extended", "--tokens", "2"],
+        ["onnx", "--model", "tuned", "--out", "onnx"],
+        ["glue", "--model", "export", "--data", "../given", "--out", "glue", *short],
+        [
+            *("ablate", "../given/grid.toml", "--base", "../given/micro.json", "--out", "study"),
+            *("--corpus", "corpus", "--data", "../given", "--tasks", "rte", "--seeds", "1"),
+            *("--tuning-seeds", "1", "--tuning", "epochs=1", "threads=1"),
+        ],
         ["plan", "tiny"],
         ["env"],
     ]
@@ -326,7 +342,7 @@ def test_the_watcher_sees_what_it_is_there_for(tmp_path: Path) -> None:
 
 def test_no_command_asks_for_the_network(flow: Flow) -> None:
     assert [e for e in flow.events if e[0].startswith("socket.")] == []
-    assert flow.told.count("ended with 0") == 16
+    assert flow.told.count("ended with 0") == 19
 
 
 def test_what_is_written_goes_where_it_was_asked_for(flow: Flow) -> None:
@@ -388,7 +404,7 @@ class Seen(html.parser.HTMLParser):
 def test_cards_and_reports_show_hostile_names_as_text(flow: Flow) -> None:
     """Rendered with raw HTML let through, as the strictest reader would see it."""
     pages = [*flow.here.glob("**/README.md"), flow.here / "report" / "report.md"]
-    assert len(pages) == 8
+    assert len(pages) == 10
     harmless = {"h1", "h2", "h3", "p", "hr", "code", "pre", "em", "ul", "li"}
     harmless |= {"table", "thead", "tbody", "tr", "th", "td"}
     render = MarkdownIt("commonmark", {"html": True}).enable("table")
@@ -1158,7 +1174,11 @@ ENDLESS: dict[str, Callable[[int], str]] = {
 
 
 def tokenized(tokenizer: Tokenizer, text: str) -> None:
-    tokenizer.encode_with_offsets(text)
+    list(tokenizer.encode_with_offsets([text]))
+
+
+def whole(tokenizer: Tokenizer, text: str) -> None:
+    tokenizer.backend.encode(text, add_special_tokens=False)
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> None:
@@ -1197,11 +1217,19 @@ def beams(rows: int, length: int) -> dict[str, Any]:
 @pytest.mark.parametrize("endless", ENDLESS)
 @pytest.mark.parametrize("size", [MB // 16, pytest.param(MB, marks=pytest.mark.long)])
 def test_the_time_of_endless_text_grows_with_its_length(
-    size: int, endless: str, work: Callable[[Tokenizer, str], None], tokenizer: Tokenizer
+    size: int,
+    endless: str,
+    work: Callable[[Tokenizer, str], None],
+    tokenizer: Tokenizer,
+    request: pytest.FixtureRequest,
 ) -> None:
-    """Twice the text takes about twice the time, and a megabyte not much; never the square."""
+    """Twice the text takes about twice the time, never the square, and a megabyte about a second.
 
-    def seconds(length: int) -> float:
+    Nor much more than the tokenizers library alone, which takes that second for a text in which
+    every character is a token and which it is given whole: a measure on machines that are slower.
+    """
+
+    def seconds(length: int, work: Callable[[Tokenizer, str], None] = work) -> float:
         given, begin = ENDLESS[endless](length), time.process_time()
         work(tokenizer, given)
         return time.process_time() - begin
@@ -1209,7 +1237,11 @@ def test_the_time_of_endless_text_grows_with_its_length(
     work(tokenizer, ENDLESS[endless](1000))
     one, two = (min(seconds(n) for _ in range(2)) for n in (size, 2 * size))
     assert two < 3 * one + 0.1, (one, two)
-    assert two < 10 * (2 * size / MB)  # a tenth of it on an idle machine
+    assert two < 3 * (2 * size / MB)  # a third of it on an idle machine
+    if size == MB:
+        request.node.user_properties.append(("seconds a megabyte", f"{min(one, two / 2):.2f}"))
+        alone = min(seconds(size, whole) for _ in range(2))
+        assert one < 1.5 * alone + 0.2, (one, alone)
 
 
 # ---------------------------------------------------------------------- what we depend on
