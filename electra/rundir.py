@@ -249,7 +249,5 @@ def check_room(directory: Path, size: int) -> None:
 
 
 def was_evaluated(out: Path, step: int) -> bool:
-    try:
-        return any(m["kind"] == "eval" and m["step"] == step for m in read_metrics(out))
-    except FileNotFoundError:
-        return False
+    lines = read_metrics(out) if (out / "metrics.jsonl").exists() else []
+    return any(m["kind"] == "eval" and m["step"] == step for m in lines)

@@ -566,6 +566,17 @@ def test_the_record_says_where_the_first_weights_came_from(
     assert json.loads((out / "run.json").read_bytes())["init"] == "models/mine"
 
 
+def test_a_run_goes_on_without_its_past(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    """As the error on a damaged metrics.jsonl advises, also where an evaluation was due."""
+    config = with_run(micro, train_steps=2, save_every=1, eval_every=1)
+    pretrain(config, corpus, tmp_path, quiet=True)
+    (tmp_path / "metrics.jsonl").unlink()
+    pretrain(with_run(config, train_steps=3), corpus, tmp_path, quiet=True)
+    assert [m["step"] for m in read_metrics(tmp_path) if m["kind"] == "eval"] == [2, 3]
+
+
 def test_another_corpus_is_refused(
     micro: PretrainConfig, segments: Corpus, stopped_run: Path
 ) -> None:
