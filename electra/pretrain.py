@@ -155,9 +155,11 @@ def _train(
             progress = step / total
         return learning_rate(config.optim, step, progress, total)
 
-    # A stop can come between a step and its evaluation, which is then made up for.
+    # A stop can come between a step and its evaluation, which is then made up for. What training
+    # starts from is looked at too if it is a model: only so does one see what the run changes.
     is_due = first_step % run.eval_every == 0 or progress_at(first_step, seconds) >= 1.0
-    owes = runtime.is_main and is_due and first_step > 0 and not was_evaluated(out, first_step)
+    is_due = is_due and (first_step > 0 or initial is not None)
+    owes = runtime.is_main and is_due and not was_evaluated(out, first_step)
     owes = runtime.any(owes and len(corpus.held_out) > 0)
     if progress_at(first_step, seconds) >= 1.0 and not owes:
         return  # done before

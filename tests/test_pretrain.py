@@ -566,6 +566,25 @@ def test_the_record_says_where_the_first_weights_came_from(
     assert json.loads((out / "run.json").read_bytes())["init"] == "models/mine"
 
 
+def test_what_a_run_starts_from_is_looked_at_once(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = with_run(micro, train_steps=2, save_every=1, eval_every=1)
+    pretrain(config, corpus, tmp_path / "random", quiet=True)
+    weights = dict(load_run(tmp_path / "random").objective.named_parameters())
+    initial = {name: tensor.detach() for name, tensor in weights.items()}
+    for out, given in ((tmp_path / "random", None), (tmp_path / "run", initial)):
+        pretrain(config, corpus, out, initial=given, quiet=True)
+        looks = [m for m in read_metrics(out) if m["kind"] == "eval"]
+        assert [m["step"] for m in looks] == ([1, 2] if given is None else [0, 1, 2])
+    before, after = (read_metrics(tmp_path / name) for name in ("random", "run"))
+    last, first = ([m for m in all_ if m["kind"] == "eval"] for all_ in (before, after))
+    assert first[0]["mlm_loss"] == pytest.approx(last[-1]["mlm_loss"], rel=0.05)
+    pretrain(with_run(config, train_steps=3), corpus, tmp_path / "run", initial=initial, quiet=True)
+    again = [m["step"] for m in read_metrics(tmp_path / "run") if m["kind"] == "eval"]
+    assert again == [0, 1, 2, 3]
+
+
 def test_a_run_goes_on_without_its_past(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path
 ) -> None:
