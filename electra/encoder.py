@@ -79,6 +79,15 @@ class Encoder(nn.Module):
         return self.blocks[-1](h, mask, rng, 1 if only_first else None)
 
 
+def _lookup(rows: int, size: int) -> nn.Embedding:
+    """nn.Embedding(rows, size), whose draw would load torch's compiler where there are but shapes:
+    on the meta device, as when a model is read, that takes as long as importing torch."""
+    weight = torch.empty(rows, size)
+    if not weight.is_meta:
+        nn.init.normal_(weight)
+    return nn.Embedding.from_pretrained(weight, freeze=False)
+
+
 class Embeddings(nn.Module):
     """Word + position + segment embeddings, normalised, at embedding size. The shareable block.
 
@@ -92,9 +101,9 @@ class Embeddings(nn.Module):
         super().__init__()
         self._base = (base,)  # a tuple hides it: its parameters belong to the other block
         E = config.embedding_size
-        self.word = nn.Embedding(vocab_size, E)
-        self.position = nn.Embedding(config.max_positions, E)
-        self.segment = nn.Embedding(2, E)
+        self.word = _lookup(vocab_size, E)
+        self.position = _lookup(config.max_positions, E)
+        self.segment = _lookup(2, E)
         self.norm = LayerNorm(E, config.layer_norm_eps)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,11 @@ def test_a_text_cannot_steer_the_terminal() -> None:
     assert shown == "a\ufffd[31m\ufffd\ufffdb\ufffdc"
     joined = "می\u200cخواهم"
     assert render(Detection(joined, ())).plain == joined
+
+
+def test_reading_a_model_does_not_load_the_compiler(model: Path) -> None:
+    """Which takes as long as importing torch does."""
+    code = "import sys; from pathlib import Path; from electra.detect import detect; "
+    code += "detect(Path(sys.argv[1]), 'the chef'); sys.exit('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
