@@ -20,6 +20,7 @@ from tokenizers import Encoding
 from torch import Tensor
 
 from .errors import ElectraError
+from .files import read_json, reading
 from .hf import Network, Pretrained, build_discriminator, build_generator, load_pretrained
 
 _SUSPICIOUS = 0.5  # P(replaced) from which alternatives are asked for
@@ -138,6 +139,17 @@ def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
             fix="give a shorter text, or one part after the other",
         )
     return encoding, x
+
+
+def trained_length(model: Path) -> int | None:
+    """Tokens of a row in pre-training, where the export or run says it. A model may have more
+    positions than that, but has never seen them."""
+    whole = with_generator(model)
+    for name in ("electra.json", "run.json"):
+        if config := read_json(whole / name).get("config"):
+            with reading(whole / name):
+                return int(config["data"]["sequence_length"])
+    return None
 
 
 def with_generator(path: Path) -> Path:

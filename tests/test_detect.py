@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from electra import hf
+from electra.cli import run
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
 from electra.detect import Alternative, Detection, Token, Word, detect, render
 from electra.errors import ElectraError
@@ -152,6 +153,16 @@ def test_a_text_cannot_steer_the_terminal() -> None:
     assert shown == "a\ufffd[31m\ufffd\ufffdb\ufffdc"
     joined = "می\u200cخواهم"
     assert render(Detection(joined, ())).plain == joined
+
+
+def test_a_text_longer_than_the_rows_of_training_is_said(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (model, model / "discriminator"):  # 17 positions, trained on 11
+        for words, is_long in ((9, False), (10, True)):
+            assert run(["detect", " ".join(["the"] * words), "--model", str(path)]) == 0
+            shown = capsys.readouterr().err
+            assert ("rows of at most 11" in shown) == is_long
 
 
 def test_reading_a_model_does_not_load_the_compiler(model: Path) -> None:
