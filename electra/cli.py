@@ -237,7 +237,7 @@ class PretrainCommand:
     input: tuple[str, ...] = ()
     """Text instead of a corpus: a tokenizer is trained and the corpus prepared inside the run."""
     tokenizer: Path | None = None
-    """Tokenizer for --input instead of training one."""
+    """Tokenizer for --input instead of training one; with --init the model's own."""
     vocab_size: int = 30_522
     """Entries of the tokenizer trained for --input."""
     lowercase: bool = True
@@ -309,7 +309,11 @@ class PretrainCommand:
             )
         inputs = receive(self.input, self.out / "made", lambda: False)
         source = self.tokenizer or self.out / "made" / "tokenizer"
-        if self.tokenizer is None and not (source / "tokenizer.json").exists():
+        if self.init is not None and self.tokenizer is None:  # with another one it knows no word
+            from .hf import load_pretrained
+
+            load_pretrained(self.init).needed_tokenizer().save(source)
+        elif self.tokenizer is None and not (source / "tokenizer.json").exists():
             with exclusive(self.out):
                 train_tokenizer(
                     inputs,

@@ -300,6 +300,19 @@ def test_from_text_to_a_coloured_sentence(
         assert "stones" in capsys.readouterr().out
 
 
+def test_text_for_a_model_that_exists_is_read_with_its_tokenizer(
+    text: Path, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    common = ["pretrain", *MICRO, "--input", text, "--vocab-size", "97", "--quiet"]
+    assert electra(*common, "--out", first) == 0
+    again = [*common[:-3], "--quiet", "--init", first, "--out", second]  # with the usual vocabulary
+    assert electra(*again) == 0
+    hashes = [Corpus.open(run / "made" / "corpus").tokenizer_hash for run in (first, second)]
+    assert hashes[0] == hashes[1]
+    assert electra(*again) == 0  # the same command again
+
+
 def test_text_alone_is_enough_to_train(
     capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
