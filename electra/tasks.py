@@ -503,6 +503,9 @@ def _separated(
                 if twice := {name for name in header if header.count(name) > 1}:
                     what = f"Two columns have the name {min(twice)!r}."
                     raise _bad(what, where, "rename or remove one")
+                if quoted and len(row) == 1 and (other := re.search("[;,\t]", row[0])):
+                    what = f"The header has {other[0]!r} between its names, not {separator!r}."
+                    raise _bad(what, where, "save it with commas as .csv, or with tabs as .tsv")
             elif len(row) == len(header):
                 yield where, dict(zip(header, row, strict=True))
             elif len(row) > len(header) or (row and (short := short + 1) > broken):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,17 @@ def test_cola_has_no_header_in_train_and_dev(write: Write, tmp_path: Path) -> No
     assert (loaded.splits["test"].labels, loaded.splits["test"].ids) == ([], ["0", "1"])
     assert loaded.test_files == {"test": "CoLA.tsv"}
     assert list(loaded.splits) == ["train", "dev", "test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", ","), ("a.tsv", ";")]
+)
+def test_another_separator_is_named(name: str, found: str, write: Write, tmp_path: Path) -> None:
+    """Semicolons are what spreadsheets write where the comma is the decimal sign."""
+    write(name, f"text{found}label\nyes, well{found}a\nno{found}b\n")
+    with pytest.raises(ElectraError, match=f"The header has {re.escape(repr(found))} between") as caught:
+        load(None, tmp_path / name)
+    assert caught.value.where == f"{tmp_path / name}, line 1"
 
 
 def test_mrpc_with_its_mark_and_column_names(write: Write, tmp_path: Path) -> None:
