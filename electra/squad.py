@@ -147,7 +147,7 @@ def windows(
     stride: int = 128,
     training: bool,
 ) -> tuple[Features, list[Window]]:
-    """One row per window; the windows of a passage begin `stride` tokens apart.
+    """One row per window; the windows of a passage begin `stride` tokens apart, or half a window.
 
     training: with the targets start, end (0 where the window does not hold the whole answer) and
     impossible, which is about the question: a window that misses the answer is not impossible.
@@ -166,7 +166,9 @@ def windows(
         stop = question.start + sum(map(len, question.answers[:1]))
         gold = np.flatnonzero((offsets[:, 0] < stop) & (offsets[:, 1] > question.start))
         n, room, first = len(passage), length - 3 - len(ids), len(ids) + 2
-        starts = np.arange(0, max(n - room, 0) + min(stride, room), min(stride, room))
+        # In short rows half a window: side by side they would lose every answer on their border.
+        step = min(stride, max(room // 2, 1))
+        starts = np.arange(0, max(n - room, 0) + step, step)
         ends = np.minimum(starts + room, n)
         spans_of = list(enumerate(zip(starts.tolist(), ends.tolist(), strict=True)))
         most, best = np.full(n, -1.0), np.zeros(n, np.int64)

@@ -280,7 +280,10 @@ def test_windows_cover_everything(
         spans.append((start, start + len(part)))
     assert {t for span in spans for t in range(*span)} == set(range(len(whole)))
     starts = [start for start, _ in spans]
-    assert set(np.diff(starts).tolist()) <= {min(stride, room)}
+    step = min(stride, max(room // 2, 1))
+    assert set(np.diff(starts).tolist()) <= {step}
+    for first in range(len(whole) - (overlap := min(room - step, len(whole)))):
+        assert any(a <= first and first + overlap < b for a, b in spans)  # across a border too
     assert all(end < len(whole) for _, end in spans[:-1])  # none is contained in the one before
     for w, window in enumerate(found):
         expected = [slow_max_context(spans, t) == w for t in range(*spans[w])]
