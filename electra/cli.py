@@ -211,7 +211,8 @@ class PlanCommand:
         }
         if rate is not None:
             hours = hours_at(model, rate)
-            rows["time"] = f"{hours:,.1f} h at {rate:,.0f} tokens/s, as given"
+            time = f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:,.1f} min"
+            rows["time"] = f"{time} at {rate:,.0f} tokens/s, as given"
             if self.gpu is not None:
                 price = self.prices.get(name, device_named(name).price)
                 rows["cost"] = f"${hours * price:,.0f} at ${price:.2f} an hour ({name})"

@@ -274,6 +274,11 @@ def test_the_plan_shows_own_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert model.sequence_bytes(H200) < 0.8 * model.sequence_bytes(DEVICES["A100-80"])
 
 
+def test_minutes_are_said_as_minutes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "tiny", "--vocab-size", "8192", "--tokens-per-second", "15000"]) == 0
+    assert " 2.3 min at 15,000 tokens/s" in capsys.readouterr().out  # 2,000 x 16 x 64 tokens
+
+
 def test_a_measured_speed_replaces_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tokens-per-second", "1000000", "--run.train-steps", "219727"]
     assert run(["plan", "small", *flags, "--gpu", "H100", "--prices", "H100", "7"]) == 0
