@@ -105,7 +105,8 @@ def test_cola_has_no_header_in_train_and_dev(write: Write, tmp_path: Path) -> No
 def test_another_separator_is_named(name: str, found: str, write: Write, tmp_path: Path) -> None:
     """Semicolons are what spreadsheets write where the comma is the decimal sign."""
     write(name, f"text{found}label\nyes, well{found}a\nno{found}b\n")
-    with pytest.raises(ElectraError, match=f"The header has {re.escape(repr(found))} between") as caught:
+    words = f"The header has {found!r} between its names"
+    with pytest.raises(ElectraError, match=re.escape(words)) as caught:
         load(None, tmp_path / name)
     assert caught.value.where == f"{tmp_path / name}, line 1"
 
