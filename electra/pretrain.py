@@ -233,7 +233,8 @@ def _train(
             return False
         log.write("eval", step, {**result.as_dict(), "unigram_entropy": unigram})
         shown = f"step {step:,} held out: generator {result.mlm_loss:.3f} nats"
-        shown += f" ({100 * result.mlm_accuracy:.1f} % right)"
+        shown += f" (token frequencies alone {unigram:.3f})"
+        shown += f", {100 * result.mlm_accuracy:.1f} % right"
         if result.disc_auc is not None:
             shown += f", discriminator AUC {result.disc_auc:.3f}"
             shown += f", precision {result.disc_precision:.2f}, recall {result.disc_recall:.2f}"

@@ -290,6 +290,7 @@ def test_from_text_to_a_coloured_sentence(
     told = capsys.readouterr()
     assert f"electra export {run}" in told.out
     assert "discriminator AUC" in told.err
+    assert "(token frequencies alone " in told.err  # what the generator has to beat
     assert (run / "curves.png").exists()
     assert electra("export", run, "--out", export) == 0
     assert (export / "discriminator" / "model.safetensors").exists()
