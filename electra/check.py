@@ -63,6 +63,12 @@ _TEXT_RULES: _Rules = (
         "of the lines are mostly digits and symbols, not words.",
         "remove tables, code and encoded data, unless you want them learned",
     ),
+    (
+        "accents_share",
+        0.005,
+        "of the letters bear a mark (ä, é, й) that a tokenizer in lower case removes by default.",
+        "train it with --no-lowercase, or with --strip-accents False, if words differ by them",
+    ),
 )
 
 # ASCII alone: in many scripts marks that are no letters abound.
@@ -203,9 +209,14 @@ class _Survey:
 
     def facts(self) -> dict[str, Any]:
         scripts: Counter[str] = Counter()
+        marks = 0
         for character, count in self.characters.items():
             if character.isalpha():
                 scripts[_script(character)] += count
+            if any(
+                unicodedata.category(c) == "Mn" for c in unicodedata.normalize("NFD", character)
+            ):
+                marks += count
         most, letters = scripts.most_common(8), scripts.total()
         return {
             "duplicate_documents_share": self.documents.share,
@@ -213,6 +224,7 @@ class _Survey:
             "short_lines_share": self.short / max(self.seen, 1),
             "long_lines_share": self.long / max(self.seen, 1),
             **{name: self.kinds[name] / max(self.sampled, 1) for name in _LOOKED_FOR},
+            "accents_share": marks / max(letters, 1),
             "scripts": {s: round(n / letters, 4) for s, n in most if n >= letters / 1000},
         }
 

@@ -133,6 +133,25 @@ def test_other_scripts_are_not_taken_for_symbols(tmp_path: Path) -> None:
     assert "cyrillic" in the_warning(report, "mixes scripts").what
 
 
+@pytest.mark.parametrize(
+    ("line", "is_marked"),
+    [
+        ("Plain words of English prose, and a café now and then, number {}.", False),
+        ("Die Größe der Bücher schätzte er auf {} Zentimeter.", True),
+        ("Ποτέ δεν ξέρει πότε έρχεται ο {}ος.", True),
+        ("हिन्दी में मात्राएँ शब्द का भाग हैं {}", True),
+        ("Straße und Maß, Øre, 東京, 한국어 {}", False),  # nothing that would be removed
+    ],
+)
+def test_marks_that_are_removed_by_default(tmp_path: Path, line: str, is_marked: bool) -> None:
+    english = "Sentences without any marks follow here, so that they are rare. " * 4
+    text = "".join(f"{line.format(n)} {'' if is_marked else english}\n" for n in range(200))
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    found = [f for f in check_text([tmp_path]).findings if "bear a mark" in f.what]
+    assert bool(found) == is_marked
+    assert all("--strip-accents False" in f.fix for f in found)
+
+
 def test_one_giant_document(tmp_path: Path) -> None:
     rng = random.Random(0)
     path = tmp_path / "a.txt"
