@@ -28,6 +28,10 @@ SQUAD = {
     for name, metric in (("squad1", "f1"), ("squad2", "best_f1"))
 }
 _MNLI_HELPS = ("rte", "stsb")  # the paper starts these from the MNLI model (appendix B)
+_MANY_FULL, _MANY_UNKNOWN = (
+    0.05,
+    0.01,
+)  # shares of rows that are cut, of unknown tokens, that are said
 
 
 def finetune_task(
@@ -88,7 +92,18 @@ def open_data(
     for text in loaded.notes:
         note(text)
     settings = resolve(config, encoder.config, loaded.task)
-    return settings, TextData(loaded, encoder.tokenizer, settings)
+    prepared = TextData(loaded, encoder.tokenizer, settings)
+    rows, length = prepared.train, settings.length or loaded.task.length
+    full = float((rows.lengths >= length).mean())
+    if loaded.task.kind != "tagging" and full > _MANY_FULL:  # tagging goes on in the next row
+        more = "; --length reads more" if length < encoder.config.max_positions else ""
+        note(
+            f"{full:.0%} of the training rows fill all {length} tokens: the rest is not read{more}"
+        )
+    unknown = float((rows.tokens == encoder.tokenizer.unk_id).sum() / rows.lengths.sum())
+    if unknown > _MANY_UNKNOWN:
+        note(f"{unknown:.1%} of the tokens are [UNK]: the vocabulary is not one for this text")
+    return settings, prepared
 
 
 def glue(

@@ -528,3 +528,23 @@ def test_the_diagnostic_set_is_answered_by_mnli(model: Path, folder: Path, tmp_p
     assert results["task"]["name"] == "mnli"
     assert (tmp_path / "test" / "AX.tsv").is_file()
     assert "no training set of its own" in notes[0]
+
+
+def test_what_of_the_rows_is_not_read_is_said(
+    model: Path, rows: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    encoder = load_encoder(model)
+    long = [(f"{title} {body} {body}", label) for title, body, label in rows]
+    strange = [(f"{text} \u2603\u2603", label) for text, label in long]
+    for table, length, told in (
+        (long, 5, ("100% of the training rows fill all 5 tokens", "--length reads more")),
+        (long, 80, ()),
+        (strange, 80, ("of the tokens are [UNK]",)),
+    ):
+        data = write_csv(tmp_path / "my.csv", [("text", "label"), *table])
+        notes = list[str]()
+        config = FinetuneConfig(length=length)
+        glue.open_data(encoder, data, config, None, note=notes.append, label="label")
+        worries = [n for n in notes if "not read" in n or "UNK" in n]
+        assert len(worries) == bool(told)
+        assert all(word in worries[0] for word in told)
