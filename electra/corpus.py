@@ -282,7 +282,7 @@ class _PartWriter:
         """Drops a shard that is not full."""
         if self._open is not None:
             for file in self._open:
-                file.discard()
+                file.close()
             self._open = None
 
 
