@@ -42,9 +42,9 @@ def connect(
         ray: Any = importlib.import_module("ray")
     except ModuleNotFoundError as error:
         what = "A cluster needs the package ray, which is not installed."
-        raise ElectraError(what, where="cluster", fix="pip install 'electra[ray]'") from error
+        raise ElectraError(what, "cluster", "pip install 'electra[ray]'") from error
     if not re.fullmatch(r"[\w.-]+:\d+", address):  # Ray would start a cluster for some other words
-        raise ElectraError(f"{address} is no address.", where="cluster", fix="give host:port")
+        raise ElectraError(f"{address} is no address.", "cluster", "give host:port")
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         host, port = address.split(":")
@@ -53,14 +53,14 @@ def connect(
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         what = f"There is no Ray cluster to work on: {str(error).splitlines()[0]}"
         fix = "start one that this machine is a node of, and give its host:port"
-        raise ElectraError(what, where=f"cluster {address}", fix=fix) from error
+        raise ElectraError(what, f"cluster {address}", fix) from error
     try:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray has put its own in this place
         workers = workers or int(ray.cluster_resources().get("CPU", 0))
         if not workers:
             fix = "add a node with CPUs, or give --workers for nodes that will come"
-            raise ElectraError("The cluster has no CPU.", where=f"cluster {address}", fix=fix)
+            raise ElectraError("The cluster has no CPU.", f"cluster {address}", fix)
         build = ray.remote(num_cpus=1, max_retries=RETRIES)(_build)
         settings = ray.put((_code(), *make.args))
 
@@ -82,7 +82,7 @@ def connect(
                 name = type(error).__name__
                 what = f"The cluster lost a piece of text {RETRIES + 1} times ({name})."
                 fix = "look for nodes without memory; the same command goes on behind full shards"
-                raise ElectraError(what, where=f"cluster {address}", fix=fix) from error
+                raise ElectraError(what, f"cluster {address}", fix) from error
 
         yield submit, workers
     finally:
@@ -97,10 +97,9 @@ def _build(settings: tuple[Any, ...], piece: Piece) -> BuiltPiece:
 def _builder(code: str, *settings: Any) -> PieceBuilder:
     """A worker's builder, kept with its cache of words."""
     if code != _code():
-        what = (
-            "A node of the cluster has another electra or tokenizers, which can give other bytes."
-        )
-        raise ElectraError(what, where=platform.node(), fix="install the same on every node")
+        what = "A node of the cluster has another electra or tokenizers, "
+        what += "which can give other bytes."
+        raise ElectraError(what, platform.node(), "install the same on every node")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a piece has one core
     return PieceBuilder(*settings)
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -105,12 +106,11 @@ def prepare(
         make = partial(
             PieceBuilder, tokenizer.to_json(), builder, sequence_length, seed, short_percent
         )
+        if cluster is None:
+            place = _processes(make, workers or len(os.sched_getaffinity(0)))
+        else:
+            place = connect(cluster, make, workers, should_stop)
         tokens = sum(shard.counts.tokens for shard in journal.shards)
-        place = (
-            _processes(make, workers or len(os.sched_getaffinity(0)))
-            if cluster is None
-            else connect(cluster, make, workers, should_stop)
-        )
         try:
             with place as (submit, count):
                 for built in _build_in_order(to_do, submit, count):
@@ -126,7 +126,7 @@ def prepare(
                 writer.close_shard()
         finally:
             for writer in writers.values():
-                writer.discard()
+                writer.close()
         manifest = Manifest(
             settings=settings,
             vocab_size=tokenizer.vocab_size,
@@ -142,8 +142,7 @@ def prepare(
         )
         if not manifest.counts("train").examples:
             what = "The text gives no example: the tokenizer finds no token in it."
-            fix = "check that tokenizer and text belong together"
-            raise ElectraError(what, where=str(paths[0]), fix=fix)
+            raise ElectraError(what, paths[0], "check that tokenizer and text belong together")
         write_atomic(out / "manifest.json", json_bytes(manifest.to_dict(), indent=1))
         journal.path.unlink()
         return manifest
@@ -160,7 +159,7 @@ def _check_settings(given: dict[str, Any]) -> None:
     }
     for name, (holds, fix) in rules.items():
         if not holds:
-            raise ElectraError(f"{name} is {given[name]}.", where=name, fix=f"use {fix}")
+            raise ElectraError(f"{name} is {given[name]}.", name, f"use {fix}")
 
 
 def _describe(paths: list[Source]) -> dict[str, Any]:
@@ -187,7 +186,7 @@ def _refuse_foreign(out: Path) -> None:
         others = ", ".join(names[:3])
         what = f"The directory is not empty and holds no corpus: {others}." if others else ""
     if what:
-        raise ElectraError(what, where=str(out), fix="choose another --out")
+        raise ElectraError(what, out, "choose another --out")
 
 
 def _complete(out: Path, job: dict[str, Any]) -> Manifest:
@@ -212,7 +211,7 @@ def _same_job(out: Path, job: dict[str, Any], begun: dict[str, Any]) -> None:
     if changed:
         what = f"The directory holds another corpus: {'; '.join(changed)}."
         fix = "choose another --out, or delete the directory to prepare it anew"
-        raise ElectraError(what, where=str(out), fix=fix)
+        raise ElectraError(what, out, fix)
 
 
 class _Journal:
@@ -251,39 +250,35 @@ class _PartWriter:
         self.journal, self.pieces_per_shard = journal, pieces_per_shard
         self.shards = [shard for shard in journal.shards if shard.part == part]
         self.next_piece = sum(shard.pieces for shard in self.shards)
-        self._open: tuple[AtomicFile, AtomicFile] | None = None
+        self._files: list[AtomicFile] = []  # of the shard that is not full: tokens, examples
         self._pieces, self._counts = 0, Counts()
 
     def write(self, built: BuiltPiece) -> None:
-        if self._open is None:
+        if not self._files:
             stem = f"{self.journal.out}/{self.part}-{len(self.shards):05d}"
-            tokens, examples = (AtomicFile(Path(f"{stem}.{n}.bin")) for n in ("tokens", "examples"))
-            self._open = tokens, examples
-        tokens, examples = self._open
-        tokens.write(built.tokens)
-        examples.write(built.examples)
+            self._files = [AtomicFile(Path(f"{stem}.{n}.bin")) for n in ("tokens", "examples")]
+        for file, data in zip(self._files, (built.tokens, built.examples), strict=True):
+            file.write(data)
         self._pieces += 1
         self._counts += built.counts
         if self._pieces == self.pieces_per_shard:
             self.close_shard()
 
     def close_shard(self) -> None:
-        if self._open is None:
+        if not self._files:
             return
-        for file in self._open:
+        for file in self._files:
             file.commit()
-        tokens, examples = (FileSum(f.path.name, f.size, f.xxh3) for f in self._open)
-        shard = Shard(self.part, self._pieces, self._counts, tokens, examples)
+        sums = (FileSum(file.path.name, file.size, file.xxh3) for file in self._files)
+        shard = Shard(self.part, self._pieces, self._counts, *sums)
         self.shards.append(shard)
         self.journal.add(shard)
-        self._open, self._pieces, self._counts = None, 0, Counts()
+        self._files, self._pieces, self._counts = [], 0, Counts()
 
-    def discard(self) -> None:
+    def close(self) -> None:
         """Drops a shard that is not full."""
-        if self._open is not None:
-            for file in self._open:
-                file.close()
-            self._open = None
+        for file in self._files:
+            file.close()
 
 
 def _build_in_order(pieces: Iterator[Piece], submit: Submit, workers: int) -> Iterator[BuiltPiece]:
@@ -310,10 +305,8 @@ def _processes(make: partial[PieceBuilder], workers: int) -> Generator[tuple[Sub
         yield (lambda piece: pool.submit(_build_in_worker, piece).result), workers
     except BrokenProcessPool as error:
         what = "A worker process ended by itself, most likely for want of memory."
-        fix = (
-            "give the same command again: full shards are kept; with fewer workers if that repeats"
-        )
-        raise LostWorker(what, where="workers", fix=fix) from error
+        fix = "give the same command again: full shards are kept; "
+        raise LostWorker(what, "workers", fix + "with fewer workers if that repeats") from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -331,10 +324,8 @@ def _start_worker(make: Callable[[], PieceBuilder]) -> None:
 
 def _end_with_parent() -> None:
     """A killed parent cannot end its workers, and they would wait for work for ever."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
+    connection.wait([cast(BaseProcess, parent_process()).sentinel])
+    os._exit(1)
 
 
 def _build_in_worker(piece: Piece) -> BuiltPiece:

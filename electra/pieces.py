@@ -12,11 +12,12 @@ texts.
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -50,8 +51,7 @@ class Counts:
     """Tokens of the examples, with [CLS] and [SEP]."""
 
     def __add__(self, other: Counts) -> Counts:
-        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Counts(*(mine + theirs for mine, theirs in pairs))
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Piece(NamedTuple):
@@ -164,7 +164,7 @@ def divide(
         if len(lines) < 2:
             what = "The text is a single line, from which nothing can be held out."
             fix = "write one sentence or paragraph per line, or set held_out_percent to 0"
-            raise ElectraError(what, where=f"{start[0].file}, line {start[0].line}", fix=fix)
+            raise ElectraError(what, f"{start[0].file}, line {start[0].line}", fix)
         kept = len(lines) - max(1, round(len(lines) * percent / 100))
         yield "train", lines[:kept]
         yield "held-out", lines[kept:]
