@@ -155,9 +155,8 @@ def storage_errors(path: Path, needed: int | None = None) -> Generator[None]:
             what += f", {needed:,} are needed." if needed else "."
             fix = "make room, then give the same command again: what is complete is kept"
             raise DiskFull(what, path, fix) from error
-        what = f"Cannot write: {error.strerror or error}."
         fix = "check that the directory exists and may be written to"
-        raise ElectraError(what, path, fix) from error
+        raise ElectraError(f"Cannot write: {error.strerror or error}.", path, fix) from error
 
 
 def existing(path: Path) -> Path:

@@ -129,7 +129,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def cut_pieces(documents: Iterator[tuple[Part, Sequence[str]]], size: int) -> Iterator[Piece]:
+def pieces_of(
+    documents: Iterator[Document], size: int, held_out_percent: float, seed: int
+) -> Iterator[Piece]:
     """Whole documents in pieces of at least `size` characters, numbered within each part."""
     waiting: dict[Part, list[str]] = {part: [] for part in PARTS}
     sizes, numbers = Counter[Part](), Counter[Part]()
@@ -140,7 +142,7 @@ def cut_pieces(documents: Iterator[tuple[Part, Sequence[str]]], size: int) -> It
         numbers[part] += 1
         return piece
 
-    for part, lines in documents:
+    for part, lines in divide(documents, held_out_percent, seed):
         text = "\n".join(lines)
         waiting[part].append(text)
         sizes[part] += len(text)
