@@ -345,9 +345,8 @@ class WithGenerator(Objective):
         original = batch.x.gather(1, m.at)
         u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])
         table = self.generator.embeddings.table("word")
-        nll, x_hat, best, *_ = fused.guess(
-            e, table, self.generator_head.bias, original.flatten(), u.flatten()
-        )
+        bias = self.generator_head.bias
+        nll, x_hat, best, *_ = fused.guess(e, table, bias, original.flatten(), u.flatten())
         x_hat = resolve_duplicates(m, x_hat.view_as(m.at), self.config.objective)
         return h, x_hat, Guess(nll.view_as(m.at), best.view_as(m.at))
 
@@ -558,10 +557,8 @@ class Electric(ReplacedTokenDetection):
         assert k.h is not None
         assert self.generator is not None
         assert self.generator_head is not None
-        table = self.generator.embeddings.table("word")
-        return log_softmax_at(
-            self.generator_head, k.h.flatten(0, 1), table, x.flatten(0, 1)
-        ).view_as(x)
+        head, table = self.generator_head, self.generator.embeddings.table("word")
+        return log_softmax_at(head, k.h.flatten(0, 1), table, x.flatten(0, 1)).view_as(x)
 
     def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
         energy = super().detect(k, batch, rng, training=training)  # (B, T)
