@@ -28,7 +28,7 @@ from .files import AtomicFile, exclusive, json_sha256, xxh3_file
 _BLOCK = 1 << 20  # bytes
 _HEAD = 1 << 16  # bytes of the head of a web archive's record at most
 _DEPTH = 40  # marks of wikitext inside one another; deeper ones are taken as text
-_REPAIR = "it is damaged or was cut short; copy or download it again"
+REPAIR = "it is damaged or was cut short; copy or download it again"
 
 # Number of the record, counted from 1, and its text; None of one that is left out.
 Texts = Iterator[tuple[int, str | None]]
@@ -47,7 +47,7 @@ def warc_texts(file: BinaryIO, where: object, limit: int) -> Texts:
     # what follows it, and gzip members are the standard library's business.
     number = 0
 
-    def error(what: str, fix: str = _REPAIR) -> ElectraError:
+    def error(what: str, fix: str = REPAIR) -> ElectraError:
         return ElectraError(what, f"{where}, record {number}", fix)
 
     with io.BufferedReader(file, _BLOCK) as buffered:  # pyright: ignore[reportArgumentType]
@@ -134,7 +134,7 @@ class _Dump:
         self.parser.StartDoctypeDeclHandler = self._refuse  # entities could unfold without end
 
     def error(self, what: str) -> ElectraError:
-        fix = "give a dump of MediaWiki, pages-articles.xml; " + _REPAIR
+        fix = "give a dump of MediaWiki, pages-articles.xml; " + REPAIR
         return ElectraError(what, f"{self.where}, page {self._number}", fix)
 
     def _refuse(self, *_: object) -> None:

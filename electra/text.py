@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from .errors import ElectraError
-from .sources import HubDataset, Texts, warc_texts, wiki_texts
+from .sources import REPAIR, HubDataset, Texts, warc_texts, wiki_texts
 
 MAX_LINE = 1 << 16  # characters
 MAX_DOCUMENT = 1 << 18  # characters
@@ -450,8 +450,7 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
 
 
 def _cut_short(error: Exception, where: str) -> ElectraError:
-    what = f"The file cannot be read to its end: {error}."
-    return ElectraError(what, where, "it is damaged or was cut short; copy or download it again")
+    return ElectraError(f"The file cannot be read to its end: {error}.", where, REPAIR)
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
