@@ -106,8 +106,8 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        error, self._error = self._error, None
+        if error is not None:
             raise error
 
     def _write(
@@ -128,18 +128,16 @@ class Saver:
                     copies = {place: _to_host(buffer) for place, buffer in copies.items()}
 
             def copied(t: Tensor) -> Tensor:
-                buffer = copies[t.untyped_storage().data_ptr()]
+                storage = copies[t.untyped_storage().data_ptr()].untyped_storage()
                 view = torch.empty(0, dtype=t.dtype)
-                return view.set_(
-                    buffer.untyped_storage(), t.storage_offset(), t.shape, t.stride()
-                ).contiguous()
+                return view.set_(storage, t.storage_offset(), t.shape, t.stride()).contiguous()
 
             tensors = {f: {n: copied(t) for n, t in g.items()} for f, g in tensors.items()}
             for name, tensor in (item for group in tensors.values() for item in group.items()):
                 if not torch.isfinite(tensor).all():
                     what = f"{name} is not finite, so nothing was saved."
                     fix = "continue from the checkpoint before with a lower learning rate"
-                    raise NumericError(what, where=f"{self.directory}, step {step}", fix=fix)
+                    raise NumericError(what, f"{self.directory}, step {step}", fix)
             while True:
                 try:
                     write_checkpoint(self.directory, step, tensors, state)
@@ -272,19 +270,17 @@ def load_newest(
     if damaged:
         where = f"{directory}: {', '.join(sorted(path.name for path in damaged))}"
         fix = "restore one from a backup, or start a new run in another directory"
-        raise CorruptError("No checkpoint is intact.", where=where, fix=fix)
+        raise CorruptError("No checkpoint is intact.", where, fix)
     return None
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`; raises CorruptError if a single byte is not as written."""
-
-    def damaged(what: str) -> CorruptError:
-        return CorruptError(what, where=str(path), fix="use an older checkpoint")
+    older = "use an older checkpoint"
 
     def require(holds: bool, otherwise: str) -> None:
         if not holds:
-            raise damaged(otherwise)
+            raise CorruptError(otherwise, path, older)
 
     try:
         manifest = json.loads((path / "MANIFEST.json").read_bytes())
@@ -293,7 +289,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         files, step, form = manifest["files"], int(manifest["step"]), manifest["format"]
         if form != FORMAT:
             what = f"The checkpoint has format {form}, this program writes {FORMAT}."
-            raise ElectraError(what, where=str(path), fix="use the electra that wrote it")
+            raise ElectraError(what, path, "use the electra that wrote it")
         name = path.name.removeprefix("damaged-")
         require(name == f"step-{step:08d}", f"its manifest is that of step {step}")
         require({"state.json", "model.safetensors"} <= files.keys(), "its manifest lacks files")
@@ -310,9 +306,9 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_bytes())
         require(isinstance(state, dict), "its state.json holds no object")
     except UNFIT as error:
-        raise damaged(f"{type(error).__name__}: {error}") from error
+        raise CorruptError(f"{type(error).__name__}: {error}", path, older) from error
     except SafetensorError as error:
-        raise damaged(f"the tensors cannot be read: {error}") from error
+        raise CorruptError(f"the tensors cannot be read: {error}", path, older) from error
     return Checkpoint(step, tensors, state)
 
 

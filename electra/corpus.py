@@ -9,35 +9,18 @@ noted in `progress.json`; the same command goes on behind them.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
-from .cluster import Submit, connect
-from .errors import ElectraError, LostWorker, Stopped
+from .cluster import build_in_order
+from .errors import ElectraError, Stopped
 from .files import AtomicFile, exclusive, json_bytes, json_sha256, reading, write_atomic, xxh3_file
-from .pieces import (
-    PARTS,
-    SHORT_PERCENT,
-    Builder,
-    BuiltPiece,
-    Counts,
-    Part,
-    Piece,
-    PieceBuilder,
-    cut_pieces,
-    divide,
-)
+from .pieces import PARTS, SHORT_PERCENT, Builder, BuiltPiece, Counts, Part, PieceBuilder, pieces_of
 from .shards import Corpus, Examples, FileSum, Manifest, Shard, check_file
 from .sources import receive
 from .text import Source, TextStats, expand_inputs, read_documents, state_of
@@ -90,31 +73,23 @@ def prepare(
     paths = expand_inputs(receive(inputs, out, should_stop))
     described = _describe(paths)
     job = {"settings": settings, "tokenizer": tokenizer.hash, "inputs": described["identity"]}
-    with exclusive(out), _single_threaded_tokenizers():
+    with exclusive(out):
         if (out / "manifest.json").exists():
             return _complete(out, job)
-        journal = _Journal(out, job)
-        tokenizer.save(out / "tokenizer")
         stats = TextStats()
         documents = read_documents(paths, column=column, stats=stats)
-        parts = divide(documents, held_out_percent, seed)
-        pieces = cut_pieces(parts, min(PIECE_CHARACTERS, shard_bytes))
-        per_shard = max(1, shard_bytes // PIECE_CHARACTERS)
-        writers: dict[Part, _PartWriter] = {p: _PartWriter(p, journal, per_shard) for p in PARTS}
-        to_do = (piece for piece in pieces if piece.number >= writers[piece.part].next_piece)
+        size = min(PIECE_CHARACTERS, shard_bytes)
+        pieces = pieces_of(documents, size, held_out_percent, seed)
         make = partial(
             PieceBuilder, tokenizer.to_json(), builder, sequence_length, seed, short_percent
         )
-        tokens = sum(shard.counts.tokens for shard in journal.shards)
-        place = (
-            _processes(make, workers or len(os.sched_getaffinity(0)))
-            if cluster is None
-            else connect(cluster, make, workers, should_stop)
-        )
-        try:
-            with place as (submit, count):
-                for built in _build_in_order(to_do, submit, count):
-                    writers[built.part].write(built)
+        with closing(_Writer(out, job, max(1, shard_bytes // PIECE_CHARACTERS))) as writer:
+            tokenizer.save(out / "tokenizer")
+            tokens = sum(shard.counts.tokens for shard in writer.shards)
+            to_do = (piece for piece in pieces if piece.number >= writer.next_piece[piece.part])
+            with closing(build_in_order(to_do, make, workers, cluster, should_stop)) as done:
+                for built in done:
+                    writer.write(built)
                     tokens += built.counts.tokens
                     progress(
                         f"file {min(stats.files + 1, len(paths)):,} of {len(paths):,}, "
@@ -122,11 +97,7 @@ def prepare(
                     )
                     if should_stop():
                         raise Stopped
-            for writer in writers.values():
-                writer.close_shard()
-        finally:
-            for writer in writers.values():
-                writer.discard()
+            writer.finish()
         manifest = Manifest(
             settings=settings,
             vocab_size=tokenizer.vocab_size,
@@ -136,16 +107,15 @@ def prepare(
                 FileSum(path.name, path.stat().st_size, xxh3_file(path))
                 for path in _listing(out / "tokenizer")
             ),
-            shards=tuple(shard for writer in writers.values() for shard in writer.shards),
+            shards=tuple(s for part in PARTS for s in writer.shards if s.part == part),
             text=asdict(stats),
             inputs=described,
         )
         if not manifest.counts("train").examples:
             what = "The text gives no example: the tokenizer finds no token in it."
-            fix = "check that tokenizer and text belong together"
-            raise ElectraError(what, where=str(paths[0]), fix=fix)
+            raise ElectraError(what, paths[0], "check that tokenizer and text belong together")
         write_atomic(out / "manifest.json", json_bytes(manifest.to_dict(), indent=1))
-        journal.path.unlink()
+        writer.progress.unlink()
         return manifest
 
 
@@ -160,7 +130,7 @@ def _check_settings(given: dict[str, Any]) -> None:
     }
     for name, (holds, fix) in rules.items():
         if not holds:
-            raise ElectraError(f"{name} is {given[name]}.", where=name, fix=f"use {fix}")
+            raise ElectraError(f"{name} is {given[name]}.", name, f"use {fix}")
 
 
 def _describe(paths: list[Source]) -> dict[str, Any]:
@@ -187,7 +157,7 @@ def _refuse_foreign(out: Path) -> None:
         others = ", ".join(names[:3])
         what = f"The directory is not empty and holds no corpus: {others}." if others else ""
     if what:
-        raise ElectraError(what, where=str(out), fix="choose another --out")
+        raise ElectraError(what, out, "choose another --out")
 
 
 def _complete(out: Path, job: dict[str, Any]) -> Manifest:
@@ -210,146 +180,70 @@ def _same_job(out: Path, job: dict[str, Any], begun: dict[str, Any]) -> None:
     if begun["inputs"] != job["inputs"]:
         changed.append("the input files are others or were changed")
     if changed:
-        what = f"The directory holds another corpus: {'; '.join(changed)}."
         fix = "choose another --out, or delete the directory to prepare it anew"
-        raise ElectraError(what, where=str(out), fix=fix)
+        raise ElectraError(f"The directory holds another corpus: {'; '.join(changed)}.", out, fix)
 
 
-class _Journal:
-    """`progress.json`: the job and its complete shards, which are not done a second time."""
+class _Writer:
+    """Writes built pieces in order; every `pieces_per_shard` of a part make a shard.
 
-    def __init__(self, out: Path, job: dict[str, Any]) -> None:
-        self.out, self.job, self.path = out, job, out / "progress.json"
+    `progress.json` has the job and its complete shards, which are not done a second time.
+    """
+
+    def __init__(self, out: Path, job: dict[str, Any], pieces_per_shard: int) -> None:
+        self.out, self.job, self.pieces_per_shard = out, job, pieces_per_shard
+        self.progress = out / "progress.json"
         self.shards: list[Shard] = []
-        if not self.path.exists():
-            self._write()
+        self.next_piece = Counter[Part]()
+        self._open: dict[Part, tuple[list[AtomicFile], list[Counts]]] = {}  # what is not yet full
+        if not self.progress.exists():
+            self._note()
             return
-        with reading(self.path, "delete the directory and prepare it anew"):
-            stored = json.loads(self.path.read_bytes())
+        with reading(self.progress, "delete the directory and prepare it anew"):
+            stored = json.loads(self.progress.read_bytes())
             if stored.pop("checksum") != json_sha256(stored):
                 raise ValueError("their checksum is wrong")
             self.shards = [Shard.from_dict(shard) for shard in stored["shards"]]
             _same_job(out, job, stored["job"])
-            for file in (file for shard in self.shards for file in shard.files):
-                check_file(out, file, verify=True)
-
-    def add(self, shard: Shard) -> None:
-        self.shards.append(shard)
-        self._write()
-
-    def _write(self) -> None:
-        content = {"job": self.job, "shards": [asdict(shard) for shard in self.shards]}
-        signed = {**content, "checksum": json_sha256(content)}
-        write_atomic(self.path, json_bytes(signed, indent=1))
-
-
-class _PartWriter:
-    """Writes the pieces of one part in order; every `pieces_per_shard` of them make a shard."""
-
-    def __init__(self, part: Part, journal: _Journal, pieces_per_shard: int) -> None:
-        self.part: Part = part
-        self.journal, self.pieces_per_shard = journal, pieces_per_shard
-        self.shards = [shard for shard in journal.shards if shard.part == part]
-        self.next_piece = sum(shard.pieces for shard in self.shards)
-        self._open: tuple[AtomicFile, AtomicFile] | None = None
-        self._pieces, self._counts = 0, Counts()
+            for shard in self.shards:
+                self.next_piece[shard.part] += shard.pieces
+                for file in shard.files:
+                    check_file(out, file, verify=True)
 
     def write(self, built: BuiltPiece) -> None:
-        if self._open is None:
-            stem = f"{self.journal.out}/{self.part}-{len(self.shards):05d}"
-            tokens, examples = (AtomicFile(Path(f"{stem}.{n}.bin")) for n in ("tokens", "examples"))
-            self._open = tokens, examples
-        tokens, examples = self._open
-        tokens.write(built.tokens)
-        examples.write(built.examples)
-        self._pieces += 1
-        self._counts += built.counts
-        if self._pieces == self.pieces_per_shard:
-            self.close_shard()
+        part = built.part
+        if part not in self._open:
+            number = sum(shard.part == part for shard in self.shards)
+            names = (f"{part}-{number:05d}.{kind}.bin" for kind in ("tokens", "examples"))
+            self._open[part] = [AtomicFile(self.out / name) for name in names], []
+        files, counts = self._open[part]
+        for file, data in zip(files, (built.tokens, built.examples), strict=True):
+            file.write(data)
+        counts.append(built.counts)
+        if len(counts) == self.pieces_per_shard:
+            self._complete(part)
 
-    def close_shard(self) -> None:
-        if self._open is None:
-            return
-        for file in self._open:
+    def finish(self) -> None:
+        """Makes shards of what is left."""
+        for part in PARTS:
+            if part in self._open:
+                self._complete(part)
+
+    def close(self) -> None:
+        """Drops the shards that are not full."""
+        for file in (file for files, _ in self._open.values() for file in files):
+            file.close()
+
+    def _complete(self, part: Part) -> None:
+        files, counts = self._open[part]
+        for file in files:
             file.commit()
-        tokens, examples = (FileSum(f.path.name, f.size, f.xxh3) for f in self._open)
-        shard = Shard(self.part, self._pieces, self._counts, tokens, examples)
-        self.shards.append(shard)
-        self.journal.add(shard)
-        self._open, self._pieces, self._counts = None, 0, Counts()
+        sums = (FileSum(file.path.name, file.size, file.xxh3) for file in files)
+        self.shards.append(Shard(part, len(counts), sum(counts, Counts()), *sums))
+        self._note()
+        del self._open[part]
 
-    def discard(self) -> None:
-        """Drops a shard that is not full."""
-        if self._open is not None:
-            for file in self._open:
-                file.discard()
-            self._open = None
-
-
-def _build_in_order(pieces: Iterator[Piece], submit: Submit, workers: int) -> Iterator[BuiltPiece]:
-    """Built pieces in the order of `pieces`, with only a few of them in memory."""
-    running: deque[Callable[[], BuiltPiece]] = deque()
-    for piece in pieces:
-        running.append(submit(piece))
-        if len(running) > 2 * workers:
-            yield running.popleft()()
-    while running:
-        yield running.popleft()()
-
-
-@contextmanager
-def _processes(make: partial[PieceBuilder], workers: int) -> Generator[tuple[Submit, int]]:
-    """What hands a piece to a process of this machine, and how many there are."""
-    if workers == 1:
-        build = make()
-        yield (lambda piece: partial(build, piece)), 0
-        return
-    # Processes are spawned: a fork would copy the threads and devices of whoever calls this.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (make,))
-    try:
-        yield (lambda piece: pool.submit(_build_in_worker, piece).result), workers
-    except BrokenProcessPool as error:
-        what = "A worker process ended by itself, most likely for want of memory."
-        fix = (
-            "give the same command again: full shards are kept; with fewer workers if that repeats"
-        )
-        raise LostWorker(what, where="workers", fix=fix) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-_worker: PieceBuilder | None = None
-
-
-def _start_worker(make: Callable[[], PieceBuilder]) -> None:
-    global _worker
-    # Ctrl-C reaches the whole process group, but only the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = make()
-
-
-def _end_with_parent() -> None:
-    """A killed parent cannot end its workers, and they would wait for work for ever."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _build_in_worker(piece: Piece) -> BuiltPiece:
-    return cast(PieceBuilder, _worker)(piece)
-
-
-@contextmanager
-def _single_threaded_tokenizers() -> Generator[None]:
-    """`workers` is the number of cores in use: the library must not start threads of its own."""
-    name = "TOKENIZERS_PARALLELISM"
-    before = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+    def _note(self) -> None:
+        content = {"job": self.job, "shards": [asdict(shard) for shard in self.shards]}
+        signed = {**content, "checksum": json_sha256(content)}
+        write_atomic(self.progress, json_bytes(signed, indent=1))

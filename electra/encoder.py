@@ -146,17 +146,16 @@ class Block(nn.Module):
         self, h: Tensor, mask: Tensor | None, rng: Rng | None, only: int | None = None
     ) -> Tensor:
         """(B, T, D), or the first `only` of the T states; mask: (B, 1, 1 or T, T), as Encoder's."""
-        p = self.config.dropout
+        c = self.config
         if self.fused and only is None and (mask is None or mask.shape[2] == 1):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
-            c = self.config
             if fused.stays_on_chip(h, c):
                 return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
             return fused.block(h, mask, self.tensors(), c.attention_heads, c.layer_norm_eps)[0]
         a = self.out(self.attend(h, mask, rng, only))  # (B, T, D)
-        h = self.attention_norm(h[:, :only] + dropout(a, p, rng, self.site))
+        h = self.attention_norm(h[:, :only] + dropout(a, c.dropout, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside
-        return self.ffn_norm(h + dropout(f, p, rng, self.site + 1))
+        return self.ffn_norm(h + dropout(f, c.dropout, rng, self.site + 1))
 
     def tensors(self) -> list[Tensor]:
         """All weights, in the order in which `fused` takes them."""
@@ -212,19 +211,17 @@ class TwoTowers(nn.Module):
     def forward(self, x: Tensor, segment: Tensor, mask: Tensor | None, rng: Rng | None) -> Tensor:
         """(B, T, 2 D)."""
         seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        seen = seen.expand(len(x), -1, -1)  # (B, T, T)
+        seen = seen.expand(len(x), -1, -1)
+        left, right = seen, seen.mT  # (B, T, T)
         if mask is not None:  # a padded place sees itself, so that no row is empty
             own = torch.eye(x.shape[1], dtype=torch.bool, device=x.device)
-            left, right = (s & (mask[:, None] | own) for s in (seen, seen.mT))
-        else:
-            left, right = seen, seen.mT
+            left, right = (s & (mask[:, None] | own) for s in (left, right))
         before = self.left(x, segment, left, rng)  # (B, T, D)
         after = self.right(x, segment, right, rng)
         if mask is not None:  # behind the last token is nothing, padded or not
             after = after * mask[:, :, None]
-        return torch.cat(
-            [F.pad(before[:, :-1], (0, 0, 1, 0)), F.pad(after[:, 1:], (0, 0, 0, 1))], 2
-        )
+        before, after = F.pad(before[:, :-1], (0, 0, 1, 0)), F.pad(after[:, 1:], (0, 0, 0, 1))
+        return torch.cat([before, after], 2)
 
 
 class LayerNorm(nn.Module):
@@ -237,9 +234,8 @@ class LayerNorm(nn.Module):
         self.eps = eps
 
     def forward(self, h: Tensor) -> Tensor:
-        return F.layer_norm(wide(h), self.weight.shape, self.weight, self.bias, self.eps).to(
-            h.dtype
-        )
+        normed = F.layer_norm(wide(h), self.weight.shape, self.weight, self.bias, self.eps)
+        return normed.to(h.dtype)
 
 
 class GeneratorHead(nn.Module):

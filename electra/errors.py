@@ -25,17 +25,14 @@ class ElectraError(Exception):
 
     exit_code = EXIT_USER
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, where: object = "", fix: str = "") -> None:
         super().__init__(what)
-        self.what, self.where, self.fix = what, where, fix
+        self.what, self.where, self.fix = what, str(where), fix
 
     def __str__(self) -> str:
-        lines = [self.what]
-        if self.where:
-            lines.append(f"  where: {self.where}")
-        if self.fix:
-            lines.append(f"  to do: {self.fix}")
-        return "\n".join(lines)
+        where = f"\n  where: {self.where}" if self.where else ""
+        fix = f"\n  to do: {self.fix}" if self.fix else ""
+        return self.what + where + fix
 
 
 class DiskFull(ElectraError):
@@ -93,8 +90,7 @@ class StopRequest:
     def __call__(self) -> bool:
         return self.requested
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
             os._exit(128 + number)
         self.requested = True

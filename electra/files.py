@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,20 +67,17 @@ class AtomicFile:
             os.replace(self._temporary, self.path)
             fsync_dir(self.path.parent)
 
-    def discard(self) -> None:
-        """Leaves nothing behind; after `commit` there is nothing to leave."""
+    def close(self) -> None:
+        """Leaves nothing behind, unless `commit` came before."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
 
 def write_atomic(path: Path, data: Bytes) -> None:
     """Writes a file so that a reader sees the old content or the new, never a mixture."""
-    file = AtomicFile(path)
-    try:
+    with closing(AtomicFile(path)) as file:
         file.write(data)
         file.commit()
-    finally:
-        file.discard()
 
 
 def fsync_dir(path: Path) -> None:
@@ -130,8 +127,8 @@ def exclusive(directory: Path) -> Generator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            what, fix = "Another process is writing to this directory.", "wait, or choose another"
-            raise ElectraError(what, where=str(directory), fix=fix) from error
+            what = "Another process is writing to this directory."
+            raise ElectraError(what, directory, "wait, or choose another") from error
         yield
 
 
@@ -157,10 +154,9 @@ def storage_errors(path: Path, needed: int | None = None) -> Generator[None]:
             what = f"{full}: {shutil.disk_usage(existing(path.parent)).free:,} bytes are free"
             what += f", {needed:,} are needed." if needed else "."
             fix = "make room, then give the same command again: what is complete is kept"
-            raise DiskFull(what, where=str(path), fix=fix) from error
-        what = f"Cannot write: {error.strerror or error}."
+            raise DiskFull(what, path, fix) from error
         fix = "check that the directory exists and may be written to"
-        raise ElectraError(what, where=str(path), fix=fix) from error
+        raise ElectraError(f"Cannot write: {error.strerror or error}.", path, fix) from error
 
 
 def existing(path: Path) -> Path:
@@ -188,12 +184,11 @@ def read_json(path: Path, *, fix: str = "restore it from a backup") -> dict[str,
         return {}
     except OSError as error:
         what = f"The file cannot be read: {error.strerror}."
-        raise ElectraError(what, where=str(path), fix="check the path") from error
+        raise ElectraError(what, path, "check the path") from error
     except (ValueError, RecursionError) as error:
-        what = f"The file is not valid JSON: {error}."
-        raise CorruptError(what, where=str(path), fix=fix) from error
+        raise CorruptError(f"The file is not valid JSON: {error}.", path, fix) from error
     if not isinstance(values, dict):
-        raise CorruptError("The file holds no JSON object.", where=str(path), fix=fix)
+        raise CorruptError("The file holds no JSON object.", path, fix)
     return cast(dict[str, Any], values)
 
 
@@ -204,16 +199,13 @@ def reading(path: Path, fix: str = "restore it from a backup") -> Generator[None
         yield
     except UNFIT as error:
         what = f"The file cannot be read as what it should be: {type(error).__name__}: {error}."
-        raise CorruptError(what, where=str(path), fix=fix) from error
+        raise CorruptError(what, path, fix) from error
 
 
 def shipped_model() -> Path:
     """The English model of a checkout, which is taken where no other is named."""
     if not (SHIPPED / "electra.json").is_file():
-        raise ElectraError(
-            "No model is named, and the English one is not here.",
-            where=str(SHIPPED),
-            fix="name a model; or take electra from its repository, which has this one, and "
-            "install it from there with pip install --editable .",
-        )
+        fix = "name a model; or take electra from its repository, which has this one, and "
+        fix += "install it from there with pip install --editable ."
+        raise ElectraError("No model is named, and the English one is not here.", SHIPPED, fix)
     return SHIPPED

@@ -220,6 +220,13 @@ class Objective(nn.Module):
         loss = (guess.nll * m.valid).sum() / batch.masked.clamp(min=1)
         return loss, ((guess.best == original) & m.valid).sum()
 
+    def mlm_alone(self, logits: Tensor, m: Positions, batch: Batch) -> Losses:
+        """The losses of a step in which one network predicts masked tokens, and no other learns."""
+        mlm, correct = self.mlm_loss(logits, m, batch)
+        zero = torch.zeros_like(mlm.detach())
+        total = self.config.objective.gen_weight * mlm
+        return Losses(total, mlm.detach(), zero, correct, *[zero.long()] * 3)
+
 
 class Guess(NamedTuple):
     """What p_G says of the masked tokens, where it was not asked for its logits."""
@@ -338,9 +345,8 @@ class WithGenerator(Objective):
         original = batch.x.gather(1, m.at)
         u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])
         table = self.generator.embeddings.table("word")
-        nll, x_hat, best, *_ = fused.guess(
-            e, table, self.generator_head.bias, original.flatten(), u.flatten()
-        )
+        bias = self.generator_head.bias
+        nll, x_hat, best, *_ = fused.guess(e, table, bias, original.flatten(), u.flatten())
         x_hat = resolve_duplicates(m, x_hat.view_as(m.at), self.config.objective)
         return h, x_hat, Guess(nll.view_as(m.at), best.view_as(m.at))
 
@@ -368,8 +374,9 @@ class WithGenerator(Objective):
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
         c = self.config.objective
-        if self.stage == "generator":
-            return self.generator_alone(batch, rng)
+        if self.stage == "generator":  # of two: the discriminator is not even computed
+            m, x_masked = self.mask(batch, rng)
+            return self.mlm_alone(self.propose(x_masked, m, batch, rng, training=True)[1], m, batch)
         k = self.corrupt(batch, rng, training=True)
         zero = torch.zeros((), device=batch.x.device)
         mlm, mlm_correct = zero, zero.long()
@@ -390,15 +397,6 @@ class WithGenerator(Objective):
             disc_correct=main.correct,
             scored=main.scored,
         )
-
-    def generator_alone(self, batch: Batch, rng: StepRng) -> Losses:
-        """Stage one of two: the discriminator is not even computed."""
-        m, x_masked = self.mask(batch, rng)
-        _, g = self.propose(x_masked, m, batch, rng, training=True)
-        mlm, correct = self.mlm_loss(g, m, batch)
-        zero = torch.zeros_like(mlm.detach())
-        total = self.config.objective.gen_weight * mlm
-        return Losses(total, mlm.detach(), zero, correct, *[zero.long()] * 3)
 
     def generator_loss(
         self, k: Corruption, mlm: Tensor, main: Main, batch: Batch, rng: StepRng
@@ -559,10 +557,8 @@ class Electric(ReplacedTokenDetection):
         assert k.h is not None
         assert self.generator is not None
         assert self.generator_head is not None
-        table = self.generator.embeddings.table("word")
-        return log_softmax_at(
-            self.generator_head, k.h.flatten(0, 1), table, x.flatten(0, 1)
-        ).view_as(x)
+        head, table = self.generator_head, self.generator.embeddings.table("word")
+        return log_softmax_at(head, k.h.flatten(0, 1), table, x.flatten(0, 1)).view_as(x)
 
     def detect(self, k: Corruption, batch: Batch, rng: StepRng, *, training: bool) -> Tensor:
         energy = super().detect(k, batch, rng, training=training)  # (B, T)
@@ -616,9 +612,9 @@ class MaskedLM(Objective):
 
     def build(self, frequencies: Tensor | None) -> None:
         del frequencies
-        config, vocab_size = self.config, self.vocab_size
-        self.generator = Encoder(config.encoder, Embeddings(config.encoder, vocab_size))
-        self.generator_head = GeneratorHead(config.encoder, vocab_size)
+        c, vocab_size = self.config.encoder, self.vocab_size
+        self.generator = Encoder(c, Embeddings(c, vocab_size))
+        self.generator_head = GeneratorHead(c, vocab_size)
 
     @property
     def encoder(self) -> Encoder:
@@ -632,10 +628,7 @@ class MaskedLM(Objective):
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
         p = self.predict(batch, rng, training=True)
-        mlm, mlm_correct = self.mlm_loss(p.mlm_logits, p.m, batch)
-        zero = torch.zeros_like(mlm.detach())
-        total = self.config.objective.gen_weight * mlm
-        return Losses(total, mlm.detach(), zero, mlm_correct, *[zero.long()] * 3)
+        return self.mlm_alone(p.mlm_logits, p.m, batch)
 
 
 def objective_class(config: PretrainConfig) -> type[MaskedLM | WithGenerator]:

@@ -388,25 +388,22 @@ class Adam:
     def load(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Restore what `state` gave; names and shapes must be the same. An average that is not
         given starts at the parameters."""
-        buffers = {"model": self.master, "m": self.m, "v": self.v}
-        if self.mean is not None:
-            buffers["average"] = self.mean
-            if "model" in saved:
-                saved = {"average": saved["model"], **saved}
+        if self.mean is not None and "model" in saved:
+            saved = {"average": saved["model"], **saved}
         fix = "use the settings the checkpoint was made with"
-        for key, own in buffers.items():
+        for key, own in {**self._whole, "m": self.m, "v": self.v}.items():
             if key not in saved:
                 continue
             given, where = saved[key], f"checkpoint, {key}"
             if odd := sorted(given.keys() ^ {slot.name for slot in self.slots}):
                 what = f"Saved tensors do not fit this model: {', '.join(odd[:5])} …"
-                raise CorruptError(what, where=where, fix=fix)
+                raise CorruptError(what, where, fix)
             whole = own if len(own) == len(self.master) else torch.zeros(len(self.master))
             for slot in self.slots:
                 tensor, shape = given[slot.name], tuple(slot.shape)
                 if tensor.shape != slot.shape:
                     what = f"{slot.name} has shape {tuple(tensor.shape)}, expected {shape}."
-                    raise CorruptError(what, where=where, fix=fix)
+                    raise CorruptError(what, where, fix)
                 slot.of(whole).copy_(tensor)
             if whole is not own:
                 own.copy_(self.exchange.mine(whole).flatten())

@@ -12,11 +12,12 @@ texts.
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -50,8 +51,7 @@ class Counts:
     """Tokens of the examples, with [CLS] and [SEP]."""
 
     def __add__(self, other: Counts) -> Counts:
-        pairs = zip(asdict(self).values(), asdict(other).values(), strict=True)
-        return Counts(*(mine + theirs for mine, theirs in pairs))
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Piece(NamedTuple):
@@ -129,7 +129,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 
-def cut_pieces(documents: Iterator[tuple[Part, Sequence[str]]], size: int) -> Iterator[Piece]:
+def pieces_of(
+    documents: Iterator[Document], size: int, held_out_percent: float, seed: int
+) -> Iterator[Piece]:
     """Whole documents in pieces of at least `size` characters, numbered within each part."""
     waiting: dict[Part, list[str]] = {part: [] for part in PARTS}
     sizes, numbers = Counter[Part](), Counter[Part]()
@@ -140,7 +142,7 @@ def cut_pieces(documents: Iterator[tuple[Part, Sequence[str]]], size: int) -> It
         numbers[part] += 1
         return piece
 
-    for part, lines in documents:
+    for part, lines in divide(documents, held_out_percent, seed):
         text = "\n".join(lines)
         waiting[part].append(text)
         sizes[part] += len(text)
@@ -164,7 +166,7 @@ def divide(
         if len(lines) < 2:
             what = "The text is a single line, from which nothing can be held out."
             fix = "write one sentence or paragraph per line, or set held_out_percent to 0"
-            raise ElectraError(what, where=f"{start[0].file}, line {start[0].line}", fix=fix)
+            raise ElectraError(what, f"{start[0].file}, line {start[0].line}", fix)
         kept = len(lines) - max(1, round(len(lines) * percent / 100))
         yield "train", lines[:kept]
         yield "held-out", lines[kept:]

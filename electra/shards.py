@@ -54,7 +54,7 @@ class Corpus:
             what, fix = "There is no corpus here.", "check the path"
             if (path / "progress.json").exists():
                 what, fix = "The corpus is not complete.", "give the same `prepare` command again"
-            raise ElectraError(what, where=str(path), fix=fix) from error
+            raise ElectraError(what, path, fix) from error
         with reading(path / "manifest.json", _FIX):
             manifest = Manifest.from_dict(json.loads(stored))
             for file in (file for shard in manifest.shards for file in shard.files):
@@ -76,11 +76,7 @@ def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
         problem = "its checksum is wrong"
     else:
         return
-    raise _corrupt(f"The file is not what was written: {problem}.", path)
-
-
-def _corrupt(what: str, where: Path) -> CorruptError:
-    return CorruptError(what, where=str(where), fix=_FIX)
+    raise CorruptError(f"The file is not what was written: {problem}.", path, _FIX)
 
 
 class Examples:
@@ -103,7 +99,7 @@ class Examples:
         self._first_token = np.cumsum([0] + [len(tokens) for tokens in self._tokens])
         fits = (self.splits <= self.lengths) & (self.lengths <= self.sequence_length)
         if self.offsets[-1] != self._first_token[-1] or not fits.all():
-            raise _corrupt(f"The examples of '{part}' do not fit its tokens.", path)
+            raise CorruptError(f"The examples of '{part}' do not fit its tokens.", path, _FIX)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -118,7 +114,7 @@ class Examples:
         """Checksums prove who wrote a corpus as little as they prove that its ids exist."""
         if ids.max(initial=0) >= self.vocab_size:
             what = f"A token has the id {ids.max():,}, the vocabulary ends at {self.vocab_size:,}."
-            raise _corrupt(what, self._path)
+            raise CorruptError(what, self._path, _FIX)
 
     def gather(
         self, indices: NDArray[np.integer[Any]]
@@ -178,13 +174,11 @@ class Shard:
         """Raises KeyError, TypeError or ValueError if this is no shard."""
         if stored["part"] not in PARTS:
             raise ValueError(f"unknown part {stored['part']}")
-        if not all(
-            type(n) is int and n >= 0 for n in (stored["pieces"], *stored["counts"].values())
-        ):
+        numbers = (stored["pieces"], *stored["counts"].values())
+        if not all(type(n) is int and n >= 0 for n in numbers):
             raise ValueError("its counts are no whole numbers")
-        counts, tokens = Counts(**stored["counts"]), FileSum(**stored["tokens"])
-        examples = FileSum(**stored["examples"])
-        return cls(stored["part"], stored["pieces"], counts, tokens, examples)
+        files = (FileSum(**stored[name]) for name in ("tokens", "examples"))
+        return cls(stored["part"], stored["pieces"], Counts(**stored["counts"]), *files)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import re
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,16 +28,16 @@ from .files import AtomicFile, exclusive, json_sha256, xxh3_file
 _BLOCK = 1 << 20  # bytes
 _HEAD = 1 << 16  # bytes of the head of a web archive's record at most
 _DEPTH = 40  # marks of wikitext inside one another; deeper ones are taken as text
-_REPAIR = "it is damaged or was cut short; copy or download it again"
+REPAIR = "it is damaged or was cut short; copy or download it again"
 
-Texts = Iterator[tuple[int, str]]  # number of the record, counted from 1, and its text
-Skip = Callable[[], None]  # counts a record that is left out
+# Number of the record, counted from 1, and its text; None of one that is left out.
+Texts = Iterator[tuple[int, str | None]]
 
 
 # ---------------------------------------------------------------- web archives
 
 
-def warc_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
+def warc_texts(file: BinaryIO, where: object, limit: int) -> Texts:
     """The text records of a web archive, such as all of a WET file.
 
     Records that are about others are left out. A web page as it was sent is refused: what of it is
@@ -45,11 +46,11 @@ def warc_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
     # Read here and not by a library: it is thirty lines, every record's length is checked against
     # what follows it, and gzip members are the standard library's business.
     number = 0
+
+    def error(what: str, fix: str = REPAIR) -> ElectraError:
+        return ElectraError(what, f"{where}, record {number}", fix)
+
     with io.BufferedReader(file, _BLOCK) as buffered:  # pyright: ignore[reportArgumentType]
-
-        def error(what: str, fix: str = _REPAIR) -> ElectraError:
-            return ElectraError(what, where=f"{where}, record {number}", fix=fix)
-
         while head := buffered.readline(_HEAD):
             number += 1
             if not re.fullmatch(rb"WARC/[0-9.]{1,9}\r?\n", head):
@@ -76,15 +77,14 @@ def warc_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
                 body = buffered.read(length)
                 length -= len(body)
                 try:
-                    text = body.decode()
+                    yield number, body.decode()
                 except UnicodeDecodeError as wrong:
                     what = f"The text is not valid UTF-8 at byte {wrong.start} of the record."
                     raise error(what, "convert the record to UTF-8, or take it out") from wrong
-                yield number, text
             else:
                 while length and (body := buffered.read(min(length, _BLOCK))):
                     length -= len(body)
-                skip()
+                yield number, None
             if length or buffered.read(4) != b"\r\n\r\n":
                 raise error("The record has another length than it says.")
 
@@ -92,14 +92,13 @@ def warc_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
 # ---------------------------------------------------------------- Wikipedia dumps
 
 
-def wiki_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
+def wiki_texts(file: BinaryIO, where: object, limit: int) -> Texts:
     """The articles of a MediaWiki dump (pages-articles.xml) as plain text.
 
     Pages of other name spaces and redirections are left out. Of several revisions the last is
     taken.
     """
-    dump = _Dump(where, limit)
-    fed = 0
+    dump, fed = _Dump(where, limit), 0
     try:
         while True:
             block = file.read(_BLOCK)
@@ -108,10 +107,7 @@ def wiki_texts(file: BinaryIO, where: object, limit: int, skip: Skip) -> Texts:
             if fed - dump.parser.CurrentByteIndex > 4 * _BLOCK:
                 raise dump.error("A tag does not end.")
             for number, text in dump.pages:
-                if text is None:
-                    skip()
-                else:
-                    yield number, plain_text(text, dump.hidden)
+                yield number, None if text is None else plain_text(text, dump.hidden)
             dump.pages.clear()
             if not block:
                 return
@@ -126,11 +122,10 @@ class _Dump:
         self.where, self.limit = where, limit
         self.pages: list[tuple[int, str | None]] = []
         self.hidden = {"file", "image", "category"}  # name spaces whose links show no text
-        self.number = 0
+        self._number, self._is_begun = 0, False
         self._page: dict[str, str] = {}
         self._parts: list[str] | None = None  # of the element whose text is wanted
         self._size = 0
-        self._is_begun = False
         self.parser = expat.ParserCreate()
         self.parser.buffer_text = True
         self.parser.StartElementHandler = self._start
@@ -139,8 +134,8 @@ class _Dump:
         self.parser.StartDoctypeDeclHandler = self._refuse  # entities could unfold without end
 
     def error(self, what: str) -> ElectraError:
-        fix = "give a dump of MediaWiki, pages-articles.xml; " + _REPAIR
-        return ElectraError(what, where=f"{self.where}, page {self.number}", fix=fix)
+        fix = "give a dump of MediaWiki, pages-articles.xml; " + REPAIR
+        return ElectraError(what, f"{self.where}, page {self._number}", fix)
 
     def _refuse(self, *_: object) -> None:
         raise self.error("The XML has a document type of its own, which no dump has.")
@@ -149,14 +144,13 @@ class _Dump:
         if not self._is_begun and name != "mediawiki":
             raise self.error(f"This is no dump of MediaWiki: the XML begins with <{name:.40}>.")
         self._is_begun = True
+        is_hidden = name == "namespace" and attributes.get("key") in ("6", "14")
         if name == "page":
             self._page = {}
-            self.number += 1
+            self._number += 1
         elif name == "redirect":
             self._page["redirect"] = ""
-        elif name in ("ns", "text") or (
-            name == "namespace" and attributes.get("key") in ("6", "14")
-        ):
+        elif name in ("ns", "text") or is_hidden:
             self._parts, self._size = [], 0
 
     def _text(self, data: str) -> None:
@@ -172,7 +166,7 @@ class _Dump:
             self.hidden.add(text.lower())
         elif name == "page":
             is_article = self._page.get("ns") == "0" and "redirect" not in self._page
-            self.pages.append((self.number, self._page.get("text", "") if is_article else None))
+            self.pages.append((self._number, self._page.get("text", "") if is_article else None))
         elif name in ("ns", "text"):
             self._page[name] = text
 
@@ -204,28 +198,22 @@ def plain_text(wikitext: str, hidden: set[str]) -> str:
     stack: list[tuple[str, list[str]]] = [("", [])]
     position = 0
     for mark in _MARK.finditer(wikitext):
-        token, start = mark[0], position
+        stack[-1][1].append(wikitext[position : mark.start()])
         position = mark.end()
-        stack[-1][1].append(wikitext[start : mark.start()])
-        if begin := mark["begin"]:
-            closing = f"</{begin.lower()}>"
-        elif end := mark["end"]:
-            token, closing = f"</{end.lower()}>", None
-        else:
-            closing = _CLOSING.get(token)
-        if closing:
-            if len(stack) < _DEPTH and not token.endswith("/>"):
+        begin, end = mark["begin"], mark["end"]
+        if closing := f"</{begin.lower()}>" if begin else _CLOSING.get(mark[0]):
+            if len(stack) < _DEPTH and not mark[0].endswith("/>"):
                 stack.append((closing, [mark[0]]))
             continue
+        token = f"</{end.lower()}>" if end else mark[0]
         if token not in [closing for closing, _ in stack]:
             continue
-        while True:
+        closing, parts = stack.pop()
+        while closing != token:
+            stack[-1][1].append("".join(parts))
             closing, parts = stack.pop()
-            inside = "".join(parts)
-            if closing == token:
-                break
-            stack[-1][1].append(inside)
         if token == "]]":
+            inside = "".join(parts)
             target, _, label = inside[2:].partition("|")
             space = target.partition(":")[0].strip().lower() if ":" in target else ""
             if space not in hidden:
@@ -257,20 +245,20 @@ class HubDataset:
         path, config, split, *more = [*name.removeprefix("hf:").split(":"), "", ""]
         if not path or any(more):
             fix = "write hf:NAME, hf:NAME:config, hf:NAME:config:split or hf:NAME::split"
-            raise ElectraError("This names no dataset.", where=name, fix=fix)
+            raise ElectraError("This names no dataset.", name, fix)
         split = split or "train"
         try:
             datasets: Any = importlib.import_module("datasets")
         except ImportError as error:
             what, fix = "The package datasets is not installed.", "pip install 'electra[datasets]'"
-            raise ElectraError(what, where=name, fix=fix) from error
+            raise ElectraError(what, name, fix) from error
         try:
             builder: Any = datasets.load_dataset_builder(path, config or None)
             rows: Any = builder.as_streaming_dataset(split=split)
         except Exception as error:  # of any kind: the library, the Hub, the network
             what = f"The dataset cannot be opened: {_message(error)}."
             fix = "check name, config, split and the network; a private one needs HF_TOKEN"
-            raise ElectraError(what, where=name, fix=fix) from error
+            raise ElectraError(what, name, fix) from error
         files: Any = (builder.config.data_files or {}).get(split, [])
         origin = [list(map(str, one)) for one in getattr(files, "origin_metadata", [])]
         facts = [builder.hash, builder.config.name, split, list(map(str, files)), origin]
@@ -284,12 +272,10 @@ class HubDataset:
         try:
             for number, row in enumerate(rows, 1):
                 yield number, row
-        except ElectraError:
-            raise
         except Exception as error:
             what = f"The dataset cannot be read to its end: {_message(error)}."
             fix = "give the same command again; full shards are kept"
-            raise ElectraError(what, where=f"{self}, row {number + 1}", fix=fix) from error
+            raise ElectraError(what, f"{self}, row {number + 1}", fix) from error
 
 
 def _message(error: Exception) -> str:
@@ -312,24 +298,19 @@ def receive(
     path, source = directory / "stdin.txt", sys.stdin.buffer.fileno()
     if os.isatty(source):
         fix = "pipe the text in: zcat FILES | electra …"
-        raise ElectraError("Standard input is a terminal.", where="-", fix=fix)
-    with exclusive(directory):
-        file = AtomicFile(path)
-        try:
-            while not should_stop():
-                # A pipe may stay silent for hours, and a signal must be heeded all the same.
-                if select.select([source], [], [], 0.2)[0]:
-                    if not (block := os.read(source, _BLOCK)):
-                        break
-                    file.write(block)
-            else:
-                raise Stopped
-            if not path.exists():
-                file.commit()
-            elif (path.stat().st_size, xxh3_file(path)) != (file.size, file.xxh3):
-                what = "Other text was piped in before."
-                fix = "pipe in the same text, choose another --out, or delete the directory"
-                raise ElectraError(what, where=str(path), fix=fix)
-        finally:
-            file.discard()
+        raise ElectraError("Standard input is a terminal.", "-", fix)
+    with exclusive(directory), closing(AtomicFile(path)) as file:
+        while not should_stop():
+            # A pipe may stay silent for hours, and a signal must be heeded all the same.
+            if select.select([source], [], [], 0.2)[0]:
+                if not (block := os.read(source, _BLOCK)):
+                    break
+                file.write(block)
+        else:
+            raise Stopped
+        if not path.exists():
+            file.commit()
+        elif (path.stat().st_size, xxh3_file(path)) != (file.size, file.xxh3):
+            fix = "pipe in the same text, choose another --out, or delete the directory"
+            raise ElectraError("Other text was piped in before.", path, fix)
     return [path if str(given) == "-" else given for given in inputs]

@@ -3,35 +3,8 @@
 Comes in: files, directories and globs of plain text, JSON lines, Parquet, Arrow, web archives or
 Wikipedia dumps, also compressed, and datasets of the Hub (`sources.py`). Goes out: a stream of
 `Document`s in the order of the sorted paths, and a `TextStats` that says what was seen and
-repaired. Nothing is dropped or guessed silently; every outcome is one of these:
-
-| what is found                                | outcome                                          |
-|----------------------------------------------|--------------------------------------------------|
-| LF, CRLF or CR                               | line end; carriage returns are counted           |
-| U+2028, U+2029, U+0085, form feed            | kept: part of the line, not a line end           |
-| blank line in plain text                     | ends the document; counted                       |
-| end of file, with or without a line end      | ends the document                                |
-| UTF-8 byte order mark                        | removed and counted                              |
-| line over 65,536 characters                  | cut at white space if there is any; counted      |
-| document over 262,144 characters             | cut between lines into consecutive documents     |
-| NUL inside a JSON or Parquet string          | removed and counted                              |
-| empty or blank file, empty JSON/Parquet text | skipped and counted                              |
-| archive record that is no text; wiki page    | skipped and counted                              |
-| that is no article                           |                                                  |
-| the same file given twice                    | read once                                        |
-| no text in any of the files                  | error                                            |
-| invalid UTF-8                                | error with file, line and byte                   |
-| UTF-16 or UTF-32, NUL byte, binary file      | error with file and, for NUL, line and byte      |
-| damaged or truncated .gz .bz2 .xz .zst       | error with file and the line reached             |
-| broken JSON, not an object, lone surrogate   | error with file and line                         |
-| column missing, null or not a string         | error with file and line or row, and the columns |
-| JSON row over 64 MiB of characters           | error with file and line                         |
-| web page in an archive, damaged record, one  | error with file and record                       |
-| over 64 MiB                                  |                                                  |
-| missing path, FIFO, socket, device           | error with the path                              |
-| name of a file that is not UTF-8             | error with the path                              |
-| directory without text, loop of links        | error with the path                              |
-| file that changes while it is read           | error with the path                              |
+repaired. Nothing is dropped or guessed silently: docs/errors.md has a table of everything that can
+be odd about an input, with what is repaired, skipped and counted, or refused with its place.
 """
 
 from __future__ import annotations
@@ -55,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from .errors import ElectraError
-from .sources import HubDataset, Texts, warc_texts, wiki_texts
+from .sources import REPAIR, HubDataset, Texts, warc_texts, wiki_texts
 
 MAX_LINE = 1 << 16  # characters
 MAX_DOCUMENT = 1 << 18  # characters
@@ -89,6 +62,8 @@ _OPEN: dict[str, Callable[[Path], Any]] = {  # by the suffix that says the compr
     ".xz": lzma.open,
     ".zst": _open_zstd,
 }
+_SUFFIXES = f"{' '.join(filter(None, _FORMATS))}, each also with {' '.join(filter(None, _OPEN))}"
+_UNREADABLE = (EOFError, OSError, zlib.error, lzma.LZMAError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,25 +105,25 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Source]:
     file that is named outright must have a known suffix or none. hf:NAME is a dataset of the Hub.
     """
     found: list[Source] = []
-    for given in inputs:
-        if str(given).startswith("hf:"):
-            found.append(HubDataset.open(str(given)))
+    for given in map(str, inputs):
+        if given.startswith("hf:"):
+            found.append(HubDataset.open(given))
             continue
-        if str(given) == "-":
+        if given == "-":
             fix = "write it to a file first; prepare, tokenizer and pretrain read a pipe"
-            raise _error("What is piped in cannot be read here.", given, fix)
-        is_pattern = glob.has_magic(str(given)) and not os.path.lexists(given)
-        matches = glob.glob(str(given), recursive=True) if is_pattern else [given]
+            raise ElectraError("What is piped in cannot be read here.", given, fix)
+        is_pattern = glob.has_magic(given) and not os.path.lexists(given)
+        matches = glob.glob(given, recursive=True) if is_pattern else [given]
         if not matches:
-            raise _error("No file matches the pattern.", given, "check the pattern")
+            raise ElectraError("No file matches the pattern.", given, "check the pattern")
         for match in matches:
             files = list(_files_of(Path(match)))
             if not files:
-                fix = f"known suffixes are {_suffixes()}; name files without a suffix one by one"
-                raise _error("The directory holds no text file.", match, fix)
+                fix = f"known suffixes are {_SUFFIXES}; name files without a suffix one by one"
+                raise ElectraError("The directory holds no text file.", match, fix)
             found += files
     if not found:
-        raise _error("No input was given.", "", "name at least one text file or directory")
+        raise ElectraError("No input was given.", "", "name at least one text file or directory")
     unique: dict[object, Source] = {}
     for source in sorted(found, key=str):
         status = file_status(source) if isinstance(source, Path) else None
@@ -172,24 +147,19 @@ def read_documents(
     A document longer than `MAX_DOCUMENT` characters comes as several consecutive ones, cut between
     lines, so that a whole library in one file without blank lines still runs in flat memory.
     """
-    last: Source | None = None
+    path = None
     for path in paths:
         before, documents = state_of(path), stats.documents
         yield from _assemble(path, _document_lines(path, column, stats), stats)
         if state_of(path) != before:
             fix = "wait until whatever writes it is done, then give the same command again"
-            raise _error("The file changed while it was read.", path, fix)
+            raise ElectraError("The file changed while it was read.", path, fix)
         stats.files += 1
         stats.empty_files += stats.documents == documents
-        last = path
     if stats.documents == 0:
-        where = f"{last} and {stats.files - 1} other files" if stats.files > 1 else last
+        where = f"{path} and {stats.files - 1} other files" if stats.files > 1 else path
         what = "There is no text: only empty files and blank lines."
-        raise _error(what, where, "check that these are the right files")
-
-
-def _error(what: str, where: object, fix: str) -> ElectraError:
-    return ElectraError(what, where=str(where), fix=fix)
+        raise ElectraError(what, where, "check that these are the right files")
 
 
 # ---------------------------------------------------------------- files
@@ -203,10 +173,10 @@ def _files_of(path: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[P
         yield path
     elif not stat.S_ISDIR(status.st_mode):
         fix = "write the text to a file first: it is read more than once"
-        raise _error("This is a pipe, socket or device, not a file.", path, fix)
+        raise ElectraError("This is a pipe, socket or device, not a file.", path, fix)
     elif here in above:
         fix = "remove the link, or name the files themselves"
-        raise _error("A symbolic link leads back to a directory above it.", path, fix)
+        raise ElectraError("A symbolic link leads back to a directory above it.", path, fix)
     else:
         names = _names_in(path)
         is_saved = "dataset_info.json" in names or "dataset_dict.json" in names
@@ -224,11 +194,11 @@ def _names_in(directory: Path) -> list[str]:
         names = sorted(os.listdir(directory))
     except OSError as error:
         what = f"The directory cannot be read: {error.strerror}."
-        raise _error(what, directory, "check who may read it") from error
+        raise ElectraError(what, directory, "check who may read it") from error
     for name in names:
         if name != name.encode(errors="ignore").decode():
             what, fix = "The name of a file is not valid UTF-8.", "rename the file"
-            raise _error(what, ascii(str(directory / name)), fix)
+            raise ElectraError(what, ascii(str(directory / name)), fix)
     return names
 
 
@@ -237,7 +207,8 @@ def file_status(path: Path) -> os.stat_result:
     try:
         return os.stat(path)
     except OSError as error:
-        raise _error(f"Cannot open: {error.strerror or error}.", path, "check the path") from error
+        what = f"Cannot open: {error.strerror or error}."
+        raise ElectraError(what, path, "check the path") from error
 
 
 def split_suffix(path: Path) -> tuple[str, str]:
@@ -247,21 +218,16 @@ def split_suffix(path: Path) -> tuple[str, str]:
     return (Path(name.stem).suffix, name.suffix) if name.suffix in _OPEN else (name.suffix, "")
 
 
-def _suffixes() -> str:
-    formats, compressions = (" ".join(filter(None, names)) for names in (_FORMATS, _OPEN))
-    return f"{formats}, each also with {compressions}"
-
-
 def _format_of(path: Path) -> str:
     suffix, compression = split_suffix(path)
     if suffix not in _FORMATS:
-        fix = f"rename or convert it; known suffixes are {_suffixes()}"
-        raise _error(f"The format of '{suffix}' files is not known.", path, fix)
+        fix = f"rename or convert it; known suffixes are {_SUFFIXES}"
+        raise ElectraError(f"The format of '{suffix}' files is not known.", path, fix)
     kind = _FORMATS[suffix]
     if kind in ("parquet", "arrow") and compression:
         what = f"A{'n Arrow' if kind == 'arrow' else ' Parquet'} file cannot be read through an "
         fix = f"decompress it: Parquet compresses inside, '{compression}' around it gains little"
-        raise _error(what + "outer compression.", path, fix)
+        raise ElectraError(what + "outer compression.", path, fix)
     return kind
 
 
@@ -294,49 +260,49 @@ def _assemble(path: Source, lines: _Lines, stats: TextStats) -> Iterator[Documen
         yield document()
 
 
-def _document_lines(path: Source, column: str, stats: TextStats) -> _Lines:
-    kind = _format_of(path) if isinstance(path, Path) else "hub"
-    if kind not in ("plain", "json"):
-        rows = {
-            "parquet": _column_rows,
-            "arrow": _column_rows,
-            "warc": partial(_records, warc_texts),
-            "wiki": partial(_records, wiki_texts),
-            "hub": _hub_rows,
-        }[kind]
-        for number, value, where in rows(cast(Any, path), column, stats):
-            for row, line in _row_lines(number, value, column, where, stats):
-                stats.bytes += len(line.encode())
-                yield row, line
+def _document_lines(source: Source, column: str, stats: TextStats) -> _Lines:
+    kind = _format_of(source) if isinstance(source, Path) else "hub"
+    if kind == "plain":
+        for number, line in read_lines(cast(Path, source), stats, cut=True):
+            is_blank = line.isspace() or not line
+            stats.blank_lines += is_blank
+            yield number, "" if is_blank else line
         return
-    path = cast(Path, path)
-    for number, line in read_lines(path, stats, cut=kind == "plain"):
-        if line.isspace() or not line:
-            stats.blank_lines += 1
-            line = ""
-        if kind == "plain":
+    rows = {
+        "json": _json_rows,
+        "parquet": _column_rows,
+        "arrow": _column_rows,
+        "warc": partial(_record_rows, warc_texts),
+        "wiki": partial(_record_rows, wiki_texts),
+        "hub": _hub_rows,
+    }[kind]
+    for number, value, where in rows(cast(Any, source), column, stats):
+        for line in _row_lines(value, column, where, stats):
+            if kind != "json":  # `read_lines` has counted those
+                stats.bytes += len(line.encode())
             yield number, line
-        elif line:
-            yield from _json_lines(line, number, column, f"{path}, line {number}", stats)
-
-
-def _json_lines(row: str, number: int, column: str, where: str, stats: TextStats) -> _Lines:
-    try:
-        fields = json.loads(row)
-    except (ValueError, RecursionError) as error:
-        at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        fix = "write one JSON object per line"
-        raise _error(f"Broken JSON: {error}.", where + at, fix) from error
-    if not isinstance(fields, dict):
-        what = f"The row is a JSON {type(fields).__name__}, not an object."
-        raise _error(what, where, f'write rows such as {{"{column}": "..."}}')
-    fields = cast(dict[str, Any], fields)
-    if column not in fields:
-        raise _missing_column(column, fields, where)
-    return _row_lines(number, fields[column], column, where, stats)
 
 
 _Rows = Iterator[tuple[int, object, str]]  # number, value of the column, and where it stands
+
+
+def _json_rows(path: Path, column: str, stats: TextStats) -> _Rows:
+    for number, row in read_lines(path, stats):
+        where = f"{path}, line {number}"
+        if row.isspace() or not row:
+            stats.blank_lines += 1
+            continue
+        try:
+            fields = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+            fix = "write one JSON object per line"
+            raise ElectraError(f"Broken JSON: {error}.", where + at, fix) from error
+        if not isinstance(fields, dict):
+            what = f"The row is a JSON {type(fields).__name__}, not an object."
+            raise ElectraError(what, where, f'write rows such as {{"{column}": "..."}}')
+        _require_column(column, cast(dict[str, Any], fields), where)
+        yield number, fields[column], where
 
 
 def _column_rows(path: Path, column: str, _: TextStats) -> _Rows:
@@ -355,8 +321,7 @@ def _column_rows(path: Path, column: str, _: TextStats) -> _Rows:
             else:
                 batches = ipc.open_stream(opened.enter_context(pa.OSFile(str(path))))
                 names = batches.schema.names
-            if column not in names:
-                raise _missing_column(column, names, path)
+            _require_column(column, names, path)
             for batch in batches:
                 if kind == "Arrow":
                     batch.validate(full=True)  # a damaged one would be read outside of its bytes
@@ -366,59 +331,57 @@ def _column_rows(path: Path, column: str, _: TextStats) -> _Rows:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         what, where = f"The {kind} file cannot be read: {error}.", f"{path}, row {number + 1}"
         fix = f"the file is damaged or not {kind}; copy or write it again"
-        raise _error(what, where, fix) from error
+        raise ElectraError(what, where, fix) from error
+
+
+def _record_rows(read: Callable[..., Texts], path: Path, _: str, stats: TextStats) -> _Rows:
+    last = 0
+    try:
+        with closing(_OPEN[split_suffix(path)[1]](path)) as file:
+            for number, text in read(file, path, MAX_ROW):
+                if text is None:
+                    stats.other_records += 1
+                    continue
+                last = number
+                yield number, text, f"{path}, record {number}"
+    except _UNREADABLE as error:
+        raise _cut_short(error, f"{path}, after record {last}") from error
 
 
 def _hub_rows(source: HubDataset, column: str, _: TextStats) -> _Rows:
     for number, row in source.rows(column):
         where = f"{source}, row {number}"
-        if column not in row:
-            raise _missing_column(column, row, where)
+        _require_column(column, row, where)
         yield number, row[column], where
 
 
-def _records(read: Callable[..., Texts], path: Path, _: str, stats: TextStats) -> _Rows:
-    number = 0
-
-    def skip() -> None:
-        stats.other_records += 1
-
-    try:
-        with closing(_OPEN[split_suffix(path)[1]](path)) as file:
-            for number, text in read(file, path, MAX_ROW, skip):
-                yield number, text, f"{path}, record {number}"
-    except _UNREADABLE as error:
-        raise _cut_short(error, f"{path}, after record {number}") from error
+def _require_column(column: str, present: Iterable[str], where: object) -> None:
+    if column not in present:
+        names = ", ".join(sorted(map(str, present))) or "none"
+        what = f"There is no column '{column}'; the columns are: {names}."
+        raise ElectraError(what, where, "name the column that holds the text")
 
 
-def _missing_column(column: str, present: Iterable[str], where: object) -> ElectraError:
-    names = ", ".join(sorted(map(str, present))) or "none"
-    what = f"There is no column '{column}'; the columns are: {names}."
-    return _error(what, where, "name the column that holds the text")
-
-
-def _row_lines(number: int, value: object, column: str, where: str, stats: TextStats) -> _Lines:
+def _row_lines(value: object, column: str, where: str, stats: TextStats) -> Iterator[str]:
     """The lines of one row, then an empty one, since a row is a document."""
     if not isinstance(value, str):
         what = f"Column '{column}' is {'null' if value is None else type(value).__name__} here"
-        raise _error(f"{what}, not a string.", where, "remove the row, or write the text into it")
+        fix = "remove the row, or write the text into it"
+        raise ElectraError(f"{what}, not a string.", where, fix)
     try:
         value.encode()
     except UnicodeEncodeError as error:
         what = "The text holds half of a surrogate pair, which is not a character."
         where = f"{where}, character {error.start + 1} of column '{column}'"
-        raise _error(what, where, "write the row again as proper UTF-8") from error
+        raise ElectraError(what, where, "write the row again as proper UTF-8") from error
     stats.nul_removed += value.count("\0")
     stats.carriage_returns += value.count("\r")
-    empty = True
     text = value.replace("\0", "").replace("\r\n", "\n").replace("\r", "\n")
+    stats.empty_rows += not text or text.isspace()
     for line in text.split("\n"):
         if line and not line.isspace():
-            empty = False
-            for part in _cut(line, stats):
-                yield number, part
-    stats.empty_rows += empty
-    yield number, ""
+            yield from _cut(line, stats)
+    yield ""
 
 
 # ---------------------------------------------------------------- lines
@@ -438,8 +401,9 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
         if cut:
             return _cut(line, stats)
         if len(line) > MAX_ROW:
-            what, where = f"The row has more than {MAX_ROW:,} characters.", f"{path}, line {number}"
-            raise _error(what, where, "write one JSON object per line, one document per object")
+            what = f"The row has more than {MAX_ROW:,} characters."
+            fix = "write one JSON object per line, one document per object"
+            raise ElectraError(what, f"{path}, line {number}", fix)
         return [line]
 
     try:
@@ -453,7 +417,7 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
                     what = "A NUL byte: this is a binary file, or text that is not UTF-8."
                     where = f"line {number + _line_ends(block[:nul])}, byte {consumed + nul}"
                     fix = "give only text files; to remove stray ones: tr -d '\\000' < OLD > NEW"
-                    raise _error(what, f"{path}, {where}", fix)
+                    raise ElectraError(what, f"{path}, {where}", fix)
                 consumed += len(block)
                 text = decoder.decode(block, final=not block)
                 if is_first and text.startswith("\ufeff"):
@@ -477,7 +441,7 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
         offset = consumed - len(error.object) + error.start
         where = f"{path}, line {number + _line_ends(before)}, byte {offset}"
         fix = "convert it, for example: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
-        raise _error(what, where, fix) from error
+        raise ElectraError(what, where, fix) from error
     except _UNREADABLE as error:
         raise _cut_short(error, f"{path}, line {number}") from error
     stats.bytes += consumed
@@ -485,12 +449,8 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
         yield number, rest
 
 
-_UNREADABLE = (EOFError, OSError, zlib.error, lzma.LZMAError)
-
-
 def _cut_short(error: Exception, where: str) -> ElectraError:
-    what = f"The file cannot be read to its end: {error}."
-    return _error(what, where, "it is damaged or was cut short; copy or download it again")
+    return ElectraError(f"The file cannot be read to its end: {error}.", where, REPAIR)
 
 
 def _blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -510,7 +470,7 @@ def _refuse_other_encodings(path: Path, block: bytes) -> None:
     for name in ("UTF-32", "UTF-16"):  # in this order: one mark of UTF-32 begins as one of UTF-16
         if block.startswith(("\ufeff".encode(f"{name}LE"), "\ufeff".encode(f"{name}BE"))):
             fix = f"convert it: iconv -f {name} -t UTF-8 OLD > NEW"
-            raise _error(f"The file is {name}, not UTF-8.", path, fix)
+            raise ElectraError(f"The file is {name}, not UTF-8.", path, fix)
 
 
 def _line_ends(data: bytes) -> int:

@@ -25,15 +25,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import ElectraError, Stopped
 from .files import json_bytes, json_sha256, read_json, reading, write_atomic
-from .text import (
-    Document,
-    Source,
-    TextStats,
-    draw,
-    expand_inputs,
-    read_documents,
-    split_suffix,
-)
+from .text import Source, TextStats, draw, expand_inputs, read_documents, split_suffix
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _CASING = ("do_lower_case", "strip_accents")  # of tokenizer_config.json
@@ -82,8 +74,7 @@ class Tokenizer:
             names = [name for name in ("tokenizer.json", "vocab.txt") if (path / name).is_file()]
             if not names:
                 what = "The directory holds neither tokenizer.json nor vocab.txt."
-                fix = "name the tokenizer's own directory or file"
-                raise ElectraError(what, where=str(path), fix=fix)
+                raise ElectraError(what, path, "name the tokenizer's own directory or file")
             path = path / names[0]
         try:
             if path.suffix == ".json":
@@ -91,11 +82,11 @@ class Tokenizer:
             else:
                 tokenizer = cls(_backend_from_vocabulary(path, lowercase))
         except ElectraError as error:
-            raise ElectraError(error.what, where=error.where or str(path), fix=error.fix) from error
+            raise ElectraError(error.what, error.where or path, error.fix) from error
         if lowercase is not None and tokenizer.lowercase != lowercase:
             what = f"lowercase={lowercase} was asked for, but tokenizer.json says otherwise."
             fix = "leave lowercase away: tokenizer.json is complete without it"
-            raise ElectraError(what, where=str(path), fix=fix)
+            raise ElectraError(what, path, fix)
         return tokenizer
 
     @classmethod
@@ -119,7 +110,7 @@ class Tokenizer:
         if self.hash != wanted:
             what = f"The tokenizer {self.hash[:12]}… is not the model's: {str(wanted)[:12]}…."
             fix = "restore the tokenizer's files as they were written with the model"
-            raise ElectraError(what, where=str(where), fix=fix)
+            raise ElectraError(what, where, fix)
 
     @property
     def vocab_size(self) -> int:
@@ -377,7 +368,7 @@ def train_tokenizer(
     pieces = [*SPECIAL_TOKENS, *_alphabet(words, vocab_size)]
     if len(pieces) > vocab_size:
         what = f"{vocab_size:,} tokens are too small a vocabulary: characters need {len(pieces):,}."
-        raise ElectraError(what, where="vocab_size", fix=f"use at least {2 * len(pieces):,}")
+        raise ElectraError(what, "vocab_size", f"use at least {2 * len(pieces):,}")
     return Tokenizer(_bert(_merge(words, pieces, vocab_size), normalizer))
 
 
@@ -395,22 +386,40 @@ def count_words(
     """How often each word occurs in the text, or in a sample of about `max_bytes` of it."""
     paths = expand_inputs(inputs)
     share = _sample_share(paths, column, max_bytes)
-
-    def sampled() -> Iterator[Document]:
-        documents = read_documents(paths, column=column, stats=stats or TextStats())
-        for number, document in enumerate(documents):
-            if should_stop():
-                raise Stopped
-            if share == 1 or draw(seed, "tokenizer", number) < share:
-                yield document
-
+    chunks: Counter[str] = Counter()  # between white space
+    documents = read_documents(paths, column=column, stats=stats or TextStats())
+    for number, document in enumerate(documents):
+        if should_stop():
+            raise Stopped
+        if share < 1 and draw(seed, "tokenizer", number) >= share:
+            continue
+        for line in document.lines:
+            chunks.update(line.split())
+        rare = 1
+        while len(chunks) > _MAX_CHUNKS:  # keeps memory flat; what is rare so far stays rare
+            chunks = Counter({chunk: n for chunk, n in chunks.items() if n > rare})
+            rare *= 2
     words: Counter[str] = Counter()
-    for chunk, count in _count_chunks(sampled()).items():
+    for chunk, count in chunks.items():
         normalized = normalizer.normalize_str(chunk) if normalizer else chunk
         for word, _ in pre_tokenizer.pre_tokenize_str(normalized):
             if len(word) <= _MAX_WORD:
                 words[word] += count
     return words
+
+
+def _sample_share(paths: list[Source], column: str, max_bytes: int) -> float:
+    """The share of documents to train on; compressed text has to be read to know its size."""
+    files = [path for path in paths if isinstance(path, Path)]
+    formats = [split_suffix(path) for path in files]
+    is_packed = any(compression or suffix == ".parquet" for suffix, compression in formats)
+    is_packed |= len(files) < len(paths)
+    if not is_packed and sum(path.stat().st_size for path in files) <= max_bytes:
+        return 1.0
+    stats = TextStats()
+    for _ in read_documents(paths, column=column, stats=stats):
+        pass
+    return min(1.0, max_bytes / stats.bytes)
 
 
 def _merge(words: Counter[str], pieces: list[str], vocab_size: int) -> list[str]:
@@ -429,17 +438,15 @@ def _merge(words: Counter[str], pieces: list[str], vocab_size: int) -> list[str]
         special_tokens=pieces,
         limit_alphabet=0,
     )
-    learner.train_from_iterator(_repeat(words), trainer)
+    step = 1 << 14
+    text = (  # each word as often as it was counted, since the trainer takes no counts
+        " ".join([word] * min(step, count - start))
+        for word, count in sorted(words.items())
+        for start in range(0, count, step)
+    )
+    learner.train_from_iterator(text, trainer)
     ids = learner.get_vocab()
     return sorted(ids, key=ids.__getitem__)
-
-
-def _repeat(words: Counter[str]) -> Iterator[str]:
-    """Each word as often as it was counted, since the trainer takes text and not counts."""
-    step = 1 << 14
-    for word, count in sorted(words.items()):
-        for start in range(0, count, step):
-            yield " ".join([word] * min(step, count - start))
 
 
 def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
@@ -461,33 +468,6 @@ def _alphabet(words: Counter[str], vocab_size: int) -> list[str]:
     return kept + [f"##{character}" for character in kept if character in inside]
 
 
-def _count_chunks(documents: Iterable[Document]) -> Counter[str]:
-    """How often each chunk between white space occurs."""
-    counts: Counter[str] = Counter()
-    for document in documents:
-        for line in document.lines:
-            counts.update(line.split())
-        rare = 1
-        while len(counts) > _MAX_CHUNKS:  # keeps memory flat; what is rare so far stays rare
-            counts = Counter({chunk: n for chunk, n in counts.items() if n > rare})
-            rare *= 2
-    return counts
-
-
-def _sample_share(paths: list[Source], column: str, max_bytes: int) -> float:
-    """The share of documents to train on; compressed text has to be read to know its size."""
-    files = [path for path in paths if isinstance(path, Path)]
-    formats = [split_suffix(path) for path in files]
-    is_packed = any(compression or suffix == ".parquet" for suffix, compression in formats)
-    is_packed |= len(files) < len(paths)
-    if not is_packed and sum(path.stat().st_size for path in files) <= max_bytes:
-        return 1.0
-    stats = TextStats()
-    for _ in read_documents(paths, column=column, stats=stats):
-        pass
-    return min(1.0, max_bytes / stats.bytes)
-
-
 def _bert(vocabulary: Iterable[str], normalizer: normalizers.BertNormalizer) -> Backend:
     """WordPiece between BERT's normaliser and its splitting at white space and punctuation."""
     ids = {token: index for index, token in enumerate(vocabulary)}
@@ -504,11 +484,9 @@ def _backend_from_vocabulary(path: Path, lowercase: bool | None) -> Backend:
     seen: dict[str, int] = {}
     for number, token in enumerate(tokens, start=1):
         if not token or token in seen:
-            what = (
-                f"Token '{token}' stands on line {seen[token]} already." if token else "Blank line."
-            )
+            twice = f"Token '{token}' stands on line {seen.get(token)} already."
             fix = "write every token once, one per line; the line decides its id"
-            raise ElectraError(what, where=f"{path}, line {number}", fix=fix)
+            raise ElectraError(twice if token else "Blank line.", f"{path}, line {number}", fix)
         seen[token] = number
     beside, fix = path.with_name("tokenizer_config.json"), "repair or remove the file"
     read = read_json(beside, fix=fix)
@@ -528,5 +506,5 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        what, fix = f"Cannot read the tokenizer: {why}.", "check the path and the file"
-        raise ElectraError(what, where=str(path), fix=fix) from error
+        what = f"Cannot read the tokenizer: {why}."
+        raise ElectraError(what, path, "check the path and the file") from error

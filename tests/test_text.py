@@ -1,4 +1,4 @@
-"""Readers: every outcome of the table in `electra.text`, and flat memory."""
+"""Readers: every outcome of the table of inputs in docs/errors.md, and flat memory."""
 
 from __future__ import annotations
 
