@@ -8,11 +8,13 @@
 | default       | killed runs end as far apart from free ones as free ones do from each other:     |
 |               | a permutation test of the difference of their means, p above 0.05                |
 | memory        | a batch that does not fit is answered with a micro-batch that keeps it           |
+| auto          | --data.micro-batch auto finds one that fits, compiled and as a graph, and leaves |
+|               | the run that the same number by hand gives; another start takes it without tries |
 | price         | saves cost at most 2 % of the time, and each holds up training less than a step, |
 |               | on the clock of the GPU: the next step ends that much later than without a save  |
 
 Runs are `electra pretrain` in processes of their own. The record is reliability_gpu.json. Without
-a GPU the same entries run on the processor, `memory` excepted.
+a GPU the same entries run on the processor, `memory` and `auto` excepted.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Arguments:
     """Runs without a kill in `default`, which tell the spread."""
     again: int = 3
     """Runs killed once in `default`."""
-    only: tuple[str, ...] = ("deterministic", "default", "memory", "price")
+    only: tuple[str, ...] = ("deterministic", "default", "memory", "auto", "price")
 
 
 def main() -> None:
@@ -65,6 +67,7 @@ def main() -> None:
         "deterministic": deterministic,
         "default": default,
         "memory": memory,
+        "auto": auto,
         "price": price,
     }
     record: dict[str, Any] = {"environment": runtimes.start(RunConfig()).describe()}
@@ -196,6 +199,34 @@ def memory(a: Arguments) -> dict[str, Any]:
         "traceback": "Traceback" in done.stderr,
         "proposed": int(found[1]) if found else None,
         "message": done.stderr[-400:],
+    }
+
+
+def auto(a: Arguments) -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {"skipped": "no GPU"}
+    batch, settings = 1 << 14, ("--run.deterministic", "--run.log-every", "1")
+    settings += ("--run.eval-every", "2", "--run.save-every", "2")
+
+    def train(run: str, size: str, steps: int) -> float:
+        begin = time.perf_counter()
+        rest = ("--data.batch-size", str(batch), "--run.train-steps", str(steps), *settings)
+        finish(a, run, *rest, "--data.micro-batch", size)
+        return time.perf_counter() - begin
+
+    searched = train("auto", "auto", 4)
+    found = json.loads((a.out / "auto" / "run.json").read_bytes())["micro_batch"]["joint"]
+    by_hand = train("auto-by-hand", str(found), 4)
+    whole, again = outcome(a, "auto"), outcome(a, "auto-by-hand")
+    train("auto", "auto", 6)
+    tried = re.findall(r"([\d,]+) sequences at once do not fit", (a.out / "auto.log").read_text())
+    return {
+        "batch": batch,
+        "did_not_fit": tried,  # of both starts: the second has none
+        "found": found,
+        "weights_equal": whole[0] == again[0],
+        "losses_equal": whole[1] == again[1],
+        "search_seconds": searched - by_hand,
     }
 
 

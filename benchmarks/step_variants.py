@@ -187,7 +187,7 @@ def timed(
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    with _memory_errors(trainer):
+    with _memory_errors(lambda: trainer):
         trainer.record()
         steps(1)
     row: dict[str, Any] = {

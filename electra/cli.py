@@ -189,7 +189,7 @@ class PlanCommand:
         s, name = self.settings, self.gpu or "H200"
         g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
         generator = f"{g.layers} x {g.hidden_size}" if s.generator.kind == "network" else ""
-        batch = plan.state_bytes + (s.data.micro_batch or s.data.batch_size) * each
+        batch = plan.state_bytes + s.data.at_once(s.data.batch_size) * each
         most = "at most " if s.run.minutes else ""
         limit = f" in {s.run.minutes:g} minutes" if s.run.minutes else ""
         rows = {

@@ -59,12 +59,15 @@ License = Annotated[str, LICENSE]
 
 
 @cache
-def _rules(cls: type) -> list[tuple[str, _Rule]]:
-    """The rules in the annotations of a class, also in those that allow None as well."""
+def _rules(cls: type) -> list[tuple[str, _Rule, tuple[Any, ...]]]:
+    """The rules in the annotations of a class, also in those that allow None or a word as well:
+    (setting, rule, values that the rule is not about)."""
     return [
-        (name, rule)
+        (name, rule, (None, *words))
         for name, hint in typing.get_type_hints(cls, include_extras=True).items()
-        for part in (hint, *typing.get_args(hint))
+        for parts in ((hint, *typing.get_args(hint)),)
+        for words in ([w for p in parts if typing.get_origin(p) is Literal for w in p.__args__],)
+        for part in parts
         for rule in getattr(part, "__metadata__", ())
     ]
 
@@ -75,9 +78,9 @@ class Settings:
     _group = ""
 
     def __post_init__(self) -> None:
-        for name, rule in _rules(type(self)):
+        for name, rule, others in _rules(type(self)):
             value = getattr(self, name)
-            if value is not None and not rule.holds(value):
+            if value not in others and not rule.holds(value):
                 where = f"{self._group}{name}"
                 raise ElectraError(f"{name} is {value}.", where=where, fix=f"use {rule.use}")
 
@@ -267,11 +270,17 @@ class DataConfig(Settings):
     examples_per_row: Count = 1
     """Most examples of the corpus that share one sequence, where they fit whole; none sees another,
     and each counts positions and masked tokens as it would alone. 1: each is padded (paper)."""
-    micro_batch: Count | None = None
+    micro_batch: Count | Literal["auto"] | None = None
     """Sequences that go through the model at once on one process; smaller values save memory and
-    give the same gradients. Default: all of the process's share."""
+    give the same gradients. Default: all of the process's share. auto: tried before the first step,
+    all of it or the half, a quarter, … that fits on every GPU, and kept when the run is continued;
+    on a CPU all of it."""
     on_device: Literal["auto", "yes", "no"] = "auto"
     """Keep the token array in GPU memory: auto does so when it takes less than a quarter of it."""
+
+    def at_once(self, rows: int) -> int:
+        """Of a process's `rows`, the most that go through the model at once, as far as is said."""
+        return min(self.micro_batch, rows) if isinstance(self.micro_batch, int) else rows
 
 
 @dataclass(frozen=True, kw_only=True)

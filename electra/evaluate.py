@@ -55,9 +55,10 @@ def evaluate(
     examples: Examples,
     *,
     batches: int,
+    at_once: int = 64,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Evaluation:
-    """Corrupt and judge up to `batches` batches of held-out examples.
+    """Corrupt and judge up to `batches` batches of held-out examples, at most `at_once` together.
 
     Raises Stopped soon after `should_stop` says so.
     """
@@ -70,7 +71,7 @@ def evaluate(
     right: list[np.ndarray] = []
     logits: list[np.ndarray] = []
     labels: list[np.ndarray] = []
-    size = min(config.data.batch_size, 64)
+    size = min(config.data.batch_size, at_once)
     for begin in range(0, count, size):
         if should_stop():
             raise Stopped

@@ -13,7 +13,8 @@ A share as an index: buffer.view(P, processes, k)[:, rank]. Alone, there is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -57,6 +58,15 @@ class Exchange:
     def mine(self, flat: Tensor) -> Tensor:
         """This process's shares of a whole buffer, (P, k), as a view."""
         return flat.view(self.pieces, self.shares, -1)[:, self.rank]
+
+    @contextlib.contextmanager
+    def alone(self) -> Generator[None]:
+        """Nothing is sent or waited for inside: who breaks off a step there holds up no other."""
+        kept, self.runtime = self.runtime, None
+        try:
+            yield
+        finally:
+            self.runtime = kept
 
     def send(self, grad: Tensor, number: int) -> None:
         """Begin to add up a piece of the gradient; all processes send in the same order."""

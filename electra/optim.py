@@ -240,6 +240,11 @@ class Adam:
                 self.accumulate(grads, first=self._first, piece=number)
                 self.exchange.send(self.grad, number)
 
+    def forget(self) -> None:
+        """What a backward pass that was broken off has left behind."""
+        self._awaited.clear()
+        self._arrived.clear()
+
     def finish(self, grads: Sequence[Tensor]) -> None:
         """After that pass: what no hook has seen goes now, then all that was sent is waited for."""
         for i in sorted(self._awaited):

@@ -8,10 +8,11 @@ from the step, so continuing is exact.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from .config import PretrainConfig
 from .corpus import Corpus
 from .encoder import Block as EncoderBlock
 from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped, StopRequest
-from .evaluate import diagnose, evaluate, token_counts, unigram_entropy
+from .evaluate import Evaluation, diagnose, evaluate, token_counts, unigram_entropy
 from .exchange import Exchange, compiler_in_parts
 from .files import exclusive, read_json, reading
 from .flops import matmul_flops_per_token
@@ -41,11 +42,19 @@ from .objectives import (
 )
 from .optim import Adam, learning_rate
 from .randomness import StepRng
-from .rundir import check_fits, check_room, enter_run, was_evaluated
+from .rundir import (
+    check_fits,
+    check_room,
+    enter_run,
+    found_micro_batch,
+    keep_micro_batch,
+    was_evaluated,
+)
 from .runlog import RunLog, draw_curves
 from .runtime import Runtime
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
+_SPARE = 0.02  # of a GPU's memory that a micro-batch found by trying leaves: not all is seen there
 
 
 def pretrain(
@@ -103,15 +112,16 @@ def _train(
 ) -> None:
     run = config.run
     special = SpecialIds(**corpus.special_ids)
-    batches = Batches(corpus.train, config, runtime)
     counts = token_counts(corpus.train, tuple(special), corpus.vocab_size)
-    objective = build_objective(
-        config,
-        corpus.vocab_size,
-        special,
-        padded=batches.padded,
-        frequencies=torch.from_numpy(counts),
-    ).to(runtime.device)
+    with _memory_errors(lambda: None):
+        batches = Batches(corpus.train, config, runtime)
+        objective = build_objective(
+            config,
+            corpus.vocab_size,
+            special,
+            padded=batches.padded,
+            frequencies=torch.from_numpy(counts),
+        ).to(runtime.device)
     saver = Saver(out / "checkpoints", keep=run.keep_checkpoints) if runtime.is_main else None
     pauses = run.on_disk_full == "pause"
     early_warnings: list[str] = []
@@ -123,7 +133,8 @@ def _train(
     first_step, switch = saved.step if saved else 0, config.switch_step
     if switch is not None:
         objective.stage = "generator" if first_step <= switch else "discriminator"
-    trainer = Trainer(objective, batches, config, runtime)
+    with _memory_errors(lambda: None):
+        trainer = Trainer(objective, batches, config, runtime)
     seconds = lap = 0.0
     if saved is not None:
         with reading(out / "checkpoints" / f"step-{saved.step:08d}"):
@@ -219,6 +230,37 @@ def _train(
         if saver is not None:
             saver.save(step, trainer.state(), {"seconds": clock.read(), "lap": clock.lap_start})
 
+    def judge(batches: int, asked: Callable[[], bool]) -> Evaluation:
+        # Who has memory for few sequences at once has it for few of these as well.
+        few = config.data.micro_batch is not None
+        at_once = min(64, trainer.at_once) if few else 64
+        return evaluate(
+            objective, corpus.held_out, batches=batches, at_once=at_once, should_stop=asked
+        )
+
+    def glance() -> None:
+        """The first part of an evaluation, for the memory that it takes."""
+        if runtime.is_main and len(corpus.held_out):
+            answers = iter((False,))
+            with contextlib.suppress(Stopped), trainer.optimizer.averaged():
+                judge(1, lambda: next(answers, True))
+
+    def make_ready(step: int) -> None:
+        """What comes before a trainer's first step and is no part of the budget: it is called
+        where everything is saved, and may end with Stopped."""
+        try:
+            with _memory_errors(lambda: trainer):
+                if config.data.micro_batch == "auto":
+                    _find_micro_batch(trainer, out, log, step, glance, stop)
+                trainer.record()  # compile and capture
+        except ElectraError:
+            raise
+        except Exception as error:
+            # A signal to all processes of a terminal or of torchrun ends the compiler's as well.
+            if stop():
+                raise Stopped from error
+            raise
+
     def held_out(step: int, progress: float) -> bool:
         """Whether the evaluation came to its end, as far as this process knows."""
         if not runtime.is_main or not len(corpus.held_out):
@@ -226,9 +268,7 @@ def _train(
         asked = stop if trainer.may_stop else lambda: False
         try:
             with trainer.optimizer.averaged():
-                result = evaluate(
-                    objective, corpus.held_out, batches=run.eval_batches, should_stop=asked
-                )
+                result = judge(run.eval_batches, asked)
         except Stopped:
             return False
         log.write("eval", step, {**result.as_dict(), "unigram_entropy": unigram})
@@ -249,19 +289,21 @@ def _train(
     clock = Clock(seconds, lap_start=lap)
     try:
         if not runtime.any(stop()):
-            with _memory_errors(trainer):
-                trainer.record()  # compile and capture; not part of the budget
+            make_ready(step)
         if owes and progress < 1.0:
             held_out(step, progress)
-        with clock, _memory_errors(trainer):
+        with clock, _memory_errors(lambda: trainer):
             while progress < 1.0:
                 if trainer.may_stop and runtime.any(stop()):
                     if step > first_step:
                         save(step)
                     raise Stopped
                 if step == switch:
+                    if step > first_step and step % run.save_every:
+                        save(step)  # the second stage may be stopped before its first step
                     with clock.paused():
                         trainer = trainer.second_stage()
+                        make_ready(step)
                 if trainer.needs_block:
                     seconds = runtime.agree(clock.read())
                     progress = progress_at(step, seconds)
@@ -336,6 +378,10 @@ class Meter:
         whole = torch.stack([p.double() for p in (*counts, norm, torch.ones_like(norm))])
         parts = torch.cat([self._losses[:5], whole, self._losses[5:]])
         self.sums += torch.where(parts.isfinite().all(), parts, 0.0)
+        self.forget()
+
+    def forget(self) -> None:
+        """The step under way."""
         self._losses.zero_()
 
 
@@ -362,12 +408,9 @@ class Trainer:
         )
         self.has_kernels = _use_kernels(objective, config, runtime)
         self.forward: Callable[[Batch, StepRng], Losses] = objective
-        if runtime.compiled:
-            backend = compiler_in_parts(objective) if runtime.world > 1 else "inductor"
-            self.forward = torch.compile(objective, fullgraph=True, dynamic=False, backend=backend)
-        rows = config.data.batch_size // runtime.world
-        micro = min(config.data.micro_batch or rows, rows)
-        self.micro_batches = [slice(i, min(i + micro, rows)) for i in range(0, rows, micro)]
+        self._compile()
+        self.rows = config.data.batch_size // runtime.world
+        self.split(config.data.at_once(self.rows))
         # A GPU is fed many steps ahead so that it never waits for Python.
         self.block_steps = 32 if runtime.device.type == "cuda" else 1
         device = runtime.device
@@ -383,6 +426,12 @@ class Trainer:
         self.block: Block | None = None
         self._left = 0  # steps left in the block
         self._graph: torch.cuda.CUDAGraph | None = None
+
+    def _compile(self) -> None:
+        if self.runtime.compiled:
+            o = self.objective
+            backend = compiler_in_parts(o) if self.runtime.world > 1 else "inductor"
+            self.forward = torch.compile(o, fullgraph=True, dynamic=False, backend=backend)
 
     # ------------------------------------------------------------------ the step
 
@@ -427,6 +476,16 @@ class Trainer:
         """Whether all processes are at the same place and can agree on stopping."""
         return self.runtime.world == 1 or self.needs_block
 
+    @property
+    def at_once(self) -> int:
+        """The most sequences of this process that go through the model together."""
+        return self.micro_batches[0].stop
+
+    def split(self, size: int) -> None:
+        """Send so many sequences of this process through the model at once."""
+        ends = range(size, self.rows + size, size)
+        self.micro_batches = [slice(end - size, min(end, self.rows)) for end in ends]
+
     def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
         """Bring the batches, learning rates and shares of λ of the next steps to the device."""
         block = self.batches.block(step, self.block_steps)
@@ -467,36 +526,86 @@ class Trainer:
         for name, counter in second.optimizer.counters().items():
             if not name.startswith("good"):  # norms of another loss judge none of these
                 counter.copy_(self.optimizer.counters()[name])
-        second.record()
         return second
 
     def record(self) -> None:
         """Compile the step and record it as a CUDA graph; training state stays as it was."""
         if not (self.runtime.compiled or self.runtime.cuda_graph):
             return
+        with self._without_effect():
+            if self.runtime.cuda_graph:
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for _ in range(3):
+                        self.train_step()
+                torch.cuda.current_stream().wait_stream(side)
+                self._graph = torch.cuda.CUDAGraph()
+                # NCCL's watchdog asks for events while this thread records.
+                mode = "thread_local" if self.runtime.world > 1 else "global"
+                with torch.cuda.graph(self._graph, capture_error_mode=mode):
+                    self.train_step()
+            else:
+                self.train_step()
+
+    @contextlib.contextmanager
+    def _without_effect(self) -> Generator[None]:
+        """Steps inside leave the training as it was, whether or not they come to their end."""
         saved_step = int(self.counter)
         kept = [(t, t.clone()) for t in (self.meter.sums, *self.optimizer.counters().values())]
         self.load_block(saved_step, [0.0] * self.block_steps)
         self.optimizer.live.fill_(False)
-        if self.runtime.cuda_graph:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self.train_step()
-            torch.cuda.current_stream().wait_stream(side)
-            self._graph = torch.cuda.CUDAGraph()
-            # NCCL's watchdog asks for events while this thread records.
-            mode = "thread_local" if self.runtime.world > 1 else "global"
-            with torch.cuda.graph(self._graph, capture_error_mode=mode):
-                self.train_step()
-        else:
+        try:
+            yield
+        finally:
+            self.optimizer.live.fill_(True)
+            self.optimizer.forget()
+            self.meter.forget()
+            self.counter.fill_(saved_step)
+            for tensor, value in kept:
+                tensor.copy_(value)
+            self._left = 0
+
+    def fits(self, glance: Callable[[], None]) -> bool:
+        """Whether every process has the memory for a step, beside it for what a save copies, and
+        for `glance`, which is a part of an evaluation. Afterwards nothing of it is left."""
+        ran_out = False
+        try:
+            # Nothing is sent: a process that runs out of memory must not keep the others waiting.
+            with self.optimizer.exchange.alone():
+                self._rehearse(glance)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            ran_out = True
+        # Only here is the error gone, which held on to every tensor of the step.
+        failed = self.runtime.any(ran_out)
+        if failed and self.runtime.compiled:  # for this size alone; and torch counts the sizes
+            torch.compiler.reset()
+            self._compile()
+        gc.collect()
+        if self.runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return not failed
+
+    def _rehearse(self, glance: Callable[[], None]) -> None:
+        device, beside = self.runtime.device, list[Tensor]()
+
+        def occupy(size: int) -> None:
+            beside.append(torch.empty(size, dtype=torch.uint8, device=device))
+
+        if on_gpu := device.type == "cuda":
+            occupy(int(_SPARE * torch.cuda.get_device_properties(device).total_memory))
+            tensors = [t for group in self.state().values() for t in group.values()]
+            copied = {t.untyped_storage() for t in tensors if t.is_cuda}
+            if self.runtime.is_main:
+                occupy(sum(storage.nbytes() for storage in copied))
+            torch.cuda.reset_peak_memory_stats(device)
+        with self._without_effect():
             self.train_step()
-        self.optimizer.live.fill_(True)
-        self.counter.fill_(saved_step)
-        for tensor, value in kept:
-            tensor.copy_(value)
-        self._left = 0
+        if on_gpu and self.runtime.cuda_graph:  # a graph keeps for itself what its step needs
+            occupy(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        glance()
 
     def collect(self) -> None:
         """Before `state` on the main process, on all of them: it gets what each has a share of."""
@@ -562,19 +671,84 @@ def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime)
     return wanted
 
 
+def _find_micro_batch(
+    trainer: Trainer,
+    out: Path,
+    log: RunLog,
+    step: int,
+    glance: Callable[[], None],
+    stop: StopRequest,
+) -> None:
+    """Split the batch into as few parts as fit in memory; the training stays as it was.
+
+    Begins with what was found when the run was started, so that a continued run has the same sums;
+    on another machine that may be too much.
+    """
+    runtime, stage, rows = trainer.runtime, trainer.objective.stage, trainer.rows
+    before = (found_micro_batch(out, stage) if runtime.is_main else None) or 0
+    before = int(runtime.agree(float(before)))
+    first = min(before or rows, rows)
+    for size in _halves(first):
+        trainer.split(size)
+        if trainer.fits(glance):
+            break
+        log.note(f"{size:,} sequences at once do not fit in the memory")
+        if runtime.any(stop()):
+            raise Stopped
+    else:
+        raise ElectraError(
+            "Not even one sequence at once fits in the device's memory.",
+            where="data.micro_batch",
+            fix="use a smaller model, shorter sequences or a device with more memory",
+        )
+    if size == first and before:
+        return
+    if runtime.is_main:
+        keep_micro_batch(out, stage, size)
+    log.note(f"micro-batch: {size:,} of {rows:,} sequences at once")
+    log.write("event", step, {"micro_batch": size, "rows": rows})
+
+
+def _halves(size: int) -> Iterator[int]:
+    """size, a half of it, a quarter, … down to 1, rounded up: n parts are never more than n."""
+    parts = 1
+    while True:
+        yield -(-size // parts)
+        if parts >= size:
+            return
+        parts *= 2
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Also of what recording a graph raises on its way out, and of compilers and libraries, which
+    have errors of their own for it."""
+    told = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+    return any(
+        isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in told)
+        for e in (error, error.__context__, error.__cause__)
+        if e is not None
+    )
+
+
 @contextlib.contextmanager
-def _memory_errors(trainer: Trainer) -> Generator[None]:
+def _memory_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
     """A device without room becomes an error that names a smaller micro-batch."""
     try:
         yield
     except RuntimeError as error:
-        # Recording a graph ends with an error of its own, raised while the first one passes.
-        if not any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__)):
+        if not _is_out_of_memory(error):
             raise
-        size = trainer.micro_batches[0].stop
+        if (at_work := trainer()) is None:
+            what = "The device has no memory for the model and its optimizer."
+            fix = "use a smaller model or a device with more memory; several processes can share "
+            fix += "Adam's moments (--run.sharding optimizer)"
+            raise ElectraError(what, where="encoder", fix=fix) from error
+        size = at_work.at_once
         fix = f"--data.micro-batch {size // 2} gives the same gradients in less memory"
         if size == 1:
             fix = "use a smaller model or shorter sequences: one sequence does not fit"
+        elif at_work.config.data.micro_batch != "auto":
+            fix += ", and --data.micro-batch auto finds what fits"
         what = f"The device has no memory left with {size} sequences at once."
         raise ElectraError(what, where="data.micro_batch", fix=fix) from error
 

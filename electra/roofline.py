@@ -139,7 +139,7 @@ class Model:
         """Tokens per second of one device that has `rows` of the batch (default: all)."""
         d = self.config.data
         rows = rows or d.batch_size
-        micro = min(d.micro_batch or rows, rows, max(1, self.micro_batch(device)))
+        micro = min(d.at_once(rows), max(1, self.micro_batch(device)))
         whole, rest = divmod(rows, micro)
         if own := self.has_kernels(device):
             device = device._replace(shares=OWN)

@@ -177,11 +177,28 @@ def enter_run(
         "train_examples": len(corpus.train),
         "environment": runtime.describe(),
         "threads": runtime.threads,
+        "micro_batch": before.get("micro_batch", {}) if config.data.micro_batch == "auto" else {},
         "init": before.get("init") if before else initial_from,
         "history": history,
     }
     write_atomic(out / "run.json", json_bytes(record, indent=1))
     return list(changed.values())
+
+
+def found_micro_batch(out: Path, stage: str) -> int | None:
+    """What `data.micro_batch auto` found for a stage of this run before, if it did."""
+    with reading(out / "run.json"):
+        size = read_json(out / "run.json")["micro_batch"].get(stage)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"micro_batch is {size}")
+        return size
+
+
+def keep_micro_batch(out: Path, stage: str, size: int) -> None:
+    """Let a continued run take the same number, with which it has the same sums."""
+    record = read_json(out / "run.json")
+    record["micro_batch"][stage] = size
+    write_atomic(out / "run.json", json_bytes(record, indent=1))
 
 
 @dataclass(frozen=True)

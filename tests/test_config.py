@@ -309,6 +309,15 @@ def test_a_value_that_makes_no_sense_is_refused_by_its_name(
     assert caught.value.fix
 
 
+def test_a_word_stands_beside_numbers_that_have_a_rule() -> None:
+    given = from_dict(DataConfig, {"micro_batch": "auto"}, where="x.toml")
+    assert given.micro_batch == "auto"
+    assert [given.at_once(6), DataConfig(micro_batch=4).at_once(6)] == [6, 4]
+    assert [DataConfig().at_once(6), DataConfig(micro_batch=9).at_once(6)] == [6, 6]
+    with pytest.raises(ElectraError, match="'often' is not int or 'auto' or None"):
+        from_dict(DataConfig, {"micro_batch": "often"}, where="x.toml")
+
+
 def test_sequences_longer_than_the_positions_are_refused() -> None:
     with pytest.raises(ElectraError, match="513") as caught:
         PretrainConfig(data=DataConfig(sequence_length=513))

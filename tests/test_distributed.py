@@ -27,7 +27,7 @@ from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.errors import ElectraError, Stopped
 from electra.exchange import Exchange
-from electra.files import json_bytes
+from electra.files import json_bytes, read_json
 from electra.objectives import (
     Batch,
     Losses,
@@ -36,7 +36,7 @@ from electra.objectives import (
     build_objective,
 )
 from electra.optim import Adam
-from electra.pretrain import Trainer, pretrain
+from electra.pretrain import Meter, Trainer, pretrain
 from electra.randomness import StepRng
 from electra.runlog import read_metrics
 
@@ -113,6 +113,7 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     (work / f"events-{rank}").write_text("\n".join(events))
 
     forward = ReplacedTokenDetection.forward
+    found_by_trying(rank, work, config, corpus)
 
     def poisoned(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
         """A loss that is not a number, in one process only."""
@@ -141,6 +142,31 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     (work / f"writes-{rank}").write_text("\n".join(written))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def found_by_trying(rank: int, work: Path, config: PretrainConfig, corpus: Corpus) -> None:
+    """The second process has memory for two sequences at once, the first for all of its four."""
+    forward, add, tried = ReplacedTokenDetection.forward, Meter.add_losses, list[int]()
+
+    def watched(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+        tried.append(len(batch.x))
+        return forward(self, batch, rng)
+
+    def add_losses(self: Meter, losses: Losses) -> None:
+        add(self, losses)
+        if rank == 1 and tried[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for sharding in ("none", "optimizer"):
+        short = with_run(config, train_steps=3, sharding=sharding)
+        by_hand, auto = (
+            replace(short, data=replace(short.data, micro_batch=size)) for size in (2, "auto")
+        )
+        pretrain(by_hand, corpus, work / "runs" / f"by-hand-{sharding}", quiet=True)
+        ReplacedTokenDetection.forward, Meter.add_losses = watched, add_losses
+        pretrain(auto, corpus, work / "runs" / f"found-{sharding}", quiet=True)
+        ReplacedTokenDetection.forward, Meter.add_losses = forward, add
+    (work / f"tried-{rank}").write_text(" ".join(map(str, tried)))
 
 
 def watch_writes(written: list[str], runs: Path) -> None:
@@ -293,6 +319,26 @@ def test_both_stop_when_one_is_asked_and_a_damaged_checkpoint_is_set_aside_once(
     assert_close_runs(pair / "runs" / "stopped", rare_lines)
 
 
+@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+def test_processes_agree_on_the_micro_batch_that_fits_in_the_smallest_memory(
+    pair: Path, sharding: str
+) -> None:
+    one, two = ((pair / f"tried-{rank}").read_text().split() for rank in (0, 1))
+    assert one[:3] == two[:3] == ["4", "2", "2"]
+    assert read_json(pair / "runs" / f"found-{sharding}" / "run.json")["micro_batch"] == {
+        "joint": 2
+    }
+    hand, found = (
+        load_newest(pair / "runs" / f"{name}-{sharding}" / "checkpoints")
+        for name in ("by-hand", "found")
+    )
+    assert hand is not None
+    assert found is not None
+    for file, tensors in hand.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, found.tensors[file][name]), (file, name)
+
+
 def test_not_a_number_in_one_process_stops_the_step_in_all(pair: Path) -> None:
     one, two = (torch.load(pair / f"poisoned-{rank}", weights_only=True) for rank in (0, 1))
     assert torch.equal(one, two)
@@ -352,6 +398,7 @@ def test_torchrun_starts_a_run_that_one_process_finishes(
 LOST = """
 import os, signal, sys
 from pathlib import Path
+import torch
 from electra import cli
 from electra.pretrain import Trainer
 work, way, which, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -360,6 +407,8 @@ rank, step = int(os.environ["RANK"]), Trainer.step
 def lost(self):
     if rank == which and int(self.counter) == at and not (work / "lost").exists():
         (work / "lost").touch()
+        if way == "no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         if way != "raising":
             os.kill(os.getpid(), signal.SIGSTOP if way == "frozen" else signal.SIGKILL)
         raise ValueError("of all things")
@@ -409,14 +458,19 @@ def lose_one(
     return log.read_text(), seconds
 
 
-@pytest.mark.parametrize(("way", "rank"), [("frozen", 1), ("raising", 0)])
+WORDS = {
+    "frozen": "does not answer",
+    "raising": "failed: ValueError: of all things",
+    "no memory": "failed: ElectraError: The device has no memory left with 4 sequences at once.",
+}
+
+
+@pytest.mark.parametrize(("way", "rank"), [("frozen", 1), ("raising", 0), ("no memory", 1)])
 def test_a_process_that_is_lost_is_named_and_the_other_one_leaves(
     corpus: Corpus, tmp_path: Path, way: str, rank: int
 ) -> None:
     told, seconds = lose_one(corpus, tmp_path / "work", way, rank, 6, limit=3.0)
-    assert f"Process {rank} " in told
-    wanted = "does not answer" if way == "frozen" else "failed: ValueError: of all things"
-    assert wanted in told
+    assert f"Process {rank} {WORDS[way]}" in told
     assert "Traceback" not in told
     assert seconds < 3 + 10
     saved = load_newest(tmp_path / "work" / "run" / "checkpoints")

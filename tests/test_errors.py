@@ -30,6 +30,7 @@ import electra.text
 from electra import cli, files
 from electra.config import to_dict
 from electra.corpus import Corpus
+from electra.pretrain import Trainer
 from electra.tokenizer import Tokenizer
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "tf"
@@ -340,6 +341,15 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         *("--corpus", p.made.corpus, "--run.train-steps", "12", "--optim.warmup-steps", "0"),
         *("--optim.learning-rate", "1e38", "--run.eval-every", "99"),
     ),
+    ("pretrain", "the model is larger than the memory"): lambda p: p.pretrain(
+        *("--corpus", p.made.corpus, "--encoder.hidden-size", "1048574"),
+    ),
+    ("pretrain", "the batch is larger than the memory"): lambda p: p.pretrain(
+        *("--corpus", p.made.corpus),
+    ),
+    ("pretrain", "no sequence fits in the memory"): lambda p: p.pretrain(
+        *("--corpus", p.made.corpus, "--data.micro-batch", "auto"),
+    ),
     # export
     ("export", "it is no run"): lambda p: ["export", p.here, "--out", p.out],
     ("export", "no checkpoint is intact"): lambda p: ["export", damaged_run(p), "--out", p.out],
@@ -512,11 +522,20 @@ def told_by(capsys: pytest.CaptureFixture[str], args: Args) -> tuple[int, str]:
     return code, shown.out + shown.err
 
 
+def without_memory(_: Trainer) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 @pytest.mark.parametrize("case", CASES, ids=" - ".join)
 def test_a_mistake_is_answered_as_the_page_says(
-    case: tuple[str, str], place: Place, capsys: pytest.CaptureFixture[str]
+    case: tuple[str, str],
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     message, code, to_do = rows_of("Errors")[case]
+    if "memory" in case[1]:  # a model that is too large does not even come to its first step
+        monkeypatch.setattr(Trainer, "train_step", without_memory)
     if "GPU" in case[1] and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     if case[0] == "onnx":

@@ -904,6 +904,301 @@ def test_a_device_without_memory_gets_a_smaller_micro_batch_proposed(
     assert proposal[micro_batch] in caught.value.fix
 
 
+def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> list[tuple[str, int]]:
+    """A device that runs out of memory in the middle of a step with more than `limit` sequences at
+    once, by stage if it says so; what was tried is told."""
+    forward, add = ReplacedTokenDetection.forward, loop.Meter.add_losses
+    tried: list[tuple[str, int]] = []
+
+    def watched(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+        tried.append((self.stage, len(batch.x)))
+        return forward(self, batch, rng)
+
+    def add_losses(self: loop.Meter, losses: Losses) -> None:
+        add(self, losses)
+        stage, rows = tried[-1]
+        if rows > (limit if isinstance(limit, int) else limit[stage]):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ReplacedTokenDetection, "forward", watched)
+    monkeypatch.setattr(loop.Meter, "add_losses", add_losses)
+    return tried
+
+
+def found(out: Path) -> dict[str, int]:
+    return json.loads((out / "run.json").read_bytes())["micro_batch"]
+
+
+def without_events(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] != "event"]
+
+
+def spiky(config: PretrainConfig) -> PretrainConfig:
+    return changed(config, "optim.skip_spikes", True)
+
+
+@pytest.mark.parametrize(
+    ("variant", "limit", "size"),
+    [(as_it_is, 99, 8), (dropping, 7, 4), (spiky, 3, 2), (all_new, 1, 1), (all_new, 99, 8)],
+)
+def test_the_micro_batch_that_fits_is_found_and_the_run_is_that_of_the_number_by_hand(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: Callable[[PretrainConfig], PretrainConfig],
+    limit: int,
+    size: int,
+) -> None:
+    config = with_run(variant(micro), train_steps=5)
+    by_hand = changed(config, "data.micro_batch", size)
+    pretrain(by_hand, corpus, tmp_path / "hand", quiet=True)
+    tried = room_for(monkeypatch, limit)
+    pretrain(changed(config, "data.micro_batch", "auto"), corpus, tmp_path / "auto", quiet=True)
+    sizes = [rows for _, rows in tried]
+    halves = [n for n in (8, 4, 2, 1) if n >= size]
+    assert sizes[: len(halves)] == halves  # each breaks off after its first part, but for the last
+    assert set(sizes[len(halves) :]) == {size}
+    assert found(tmp_path / "auto") == {"joint": size}
+    one, two = final_tensors(tmp_path / "hand"), final_tensors(tmp_path / "auto")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+    lines = metrics(tmp_path / "auto")
+    assert without_events(lines) == without_events(metrics(tmp_path / "hand"))
+    told = {"kind": "event", "step": 0, "micro_batch": size, "rows": 8}
+    assert [m for m in lines if "micro_batch" in m] == [told]
+
+
+def test_a_continued_run_keeps_the_micro_batch_that_was_found(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Even where more would fit now: other parts would be other sums."""
+    config = changed(dropping(micro), "data.micro_batch", "auto")
+    with monkeypatch.context() as patch:
+        room_for(patch, 3)
+        pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    with monkeypatch.context() as patch:
+        room_for(patch, 3)
+        stop_after(patch, 7)
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path / "parts")
+    told = "".join(capsys.readouterr())
+    assert "4 sequences at once do not fit in the memory" in told
+    assert "micro-batch: 2 of 8 sequences at once" in told
+    with monkeypatch.context() as patch:
+        tried = room_for(patch, 99)
+        pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    assert {rows for _, rows in tried} == {2}
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    assert found(tmp_path / "parts") == {"joint": 2}
+
+
+def test_a_continued_run_takes_less_on_a_smaller_device_and_what_is_asked_for_by_hand(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    automatic = changed(micro, "data.micro_batch", "auto")
+
+    def go_on(config: PretrainConfig, limit: int, steps: int) -> list[int]:
+        with monkeypatch.context() as patch:
+            tried = room_for(patch, limit)
+            pretrain(with_run(config, train_steps=steps), corpus, tmp_path, quiet=True)
+        return [rows for _, rows in tried]
+
+    assert go_on(automatic, 4, 2)[:2] == [8, 4]
+    assert found(tmp_path) == {"joint": 4}
+    assert go_on(automatic, 2, 4)[:2] == [4, 2]
+    assert found(tmp_path) == {"joint": 2}
+    assert [(m["step"], m["micro_batch"]) for m in metrics(tmp_path) if "micro_batch" in m] == [
+        (0, 4),
+        (2, 2),
+    ]
+    assert set(go_on(changed(micro, "data.micro_batch", 8), 8, 6)) == {8}
+    assert found(tmp_path) == {}
+    assert go_on(automatic, 4, 8)[:2] == [8, 4]  # tried anew after a number by hand
+
+
+def test_each_of_two_stages_has_a_micro_batch_of_its_own(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped while the second stage looks for its own: not a step is lost."""
+    objective = replace(micro.objective, algorithm="two_stage", stage_two="fresh")
+    config = replace(micro, objective=objective, generator=replace(micro.generator, sharing="none"))
+    config = with_run(config, train_steps=10, save_every=100)
+    config = changed(config, "data.micro_batch", "auto")
+    limits = {"generator": 4, "discriminator": 1}
+    with monkeypatch.context() as patch:
+        room_for(patch, limits)
+        pretrain(config, corpus, tmp_path / "whole", quiet=True)
+    assert found(tmp_path / "whole") == limits
+    with monkeypatch.context() as patch:
+        room_for(patch, limits)
+        fits = loop.Trainer.fits
+
+        def signalled(self: loop.Trainer, glance: Callable[[], None]) -> bool:
+            if self.objective.stage == "discriminator" and self.at_once == 4:
+                signal.raise_signal(signal.SIGTERM)
+            return fits(self, glance)
+
+        patch.setattr(loop.Trainer, "fits", signalled)
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    saved = load_newest(tmp_path / "parts" / "checkpoints")
+    assert saved is not None
+    assert saved.step == 5
+    with monkeypatch.context() as patch:
+        room_for(patch, limits)
+        pretrain(config, corpus, tmp_path / "parts", quiet=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_device_without_room_for_one_sequence_says_so(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = changed(micro, "data.micro_batch", "auto")
+    with monkeypatch.context() as patch:
+        tried = room_for(patch, 0)
+        with pytest.raises(ElectraError, match="Not even one sequence") as caught:
+            pretrain(config, corpus, tmp_path, quiet=True)
+    assert caught.value.exit_code == 2
+    assert [rows for _, rows in tried] == [8, 4, 2, 1]
+    assert found(tmp_path) == {}
+    pretrain(config, corpus, tmp_path, quiet=True)  # with room again: the same command
+    assert found(tmp_path) == {"joint": 8}
+
+
+def test_a_model_without_room_says_so(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loop, "Adam", no_room)
+    with pytest.raises(ElectraError, match="no memory for the model and its optimizer"):
+        pretrain(micro, corpus, tmp_path, quiet=True)
+
+
+def test_an_evaluation_has_to_fit_too_and_takes_as_few_sequences_as_a_step(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+
+    def watched(objective: Any, *args: Any, at_once: int, **named: Any) -> Evaluation:
+        rows.append(at_once)
+        if at_once > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return evaluate(objective, *args, at_once=at_once, **named)
+
+    monkeypatch.setattr(loop, "evaluate", watched)
+    pretrain(changed(micro, "data.micro_batch", "auto"), corpus, tmp_path, quiet=True)
+    assert found(tmp_path) == {"joint": 4}
+    assert rows[0] == 8
+    assert set(rows[1:]) == {4}
+
+
+def test_a_signal_between_two_tries_ends_before_the_first_step(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = changed(micro, "data.micro_batch", "auto")
+    with monkeypatch.context() as patch:
+        room_for(patch, 1)
+        compact = loop.gc.collect
+        patch.setattr(loop.gc, "collect", lambda: (signal.raise_signal(signal.SIGUSR1), compact()))
+        with pytest.raises(Stopped):
+            pretrain(config, corpus, tmp_path / "run", quiet=True)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    for name in ("run", "whole"):
+        with monkeypatch.context() as patch:
+            room_for(patch, 1)
+            pretrain(config, corpus, tmp_path / name, quiet=True)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("value", [{"joint": 0}, {"joint": "8"}, [8], 8, None])
+def test_a_micro_batch_that_makes_no_sense_is_damage(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, value: Any
+) -> None:
+    config = changed(with_run(micro, train_steps=1), "data.micro_batch", "auto")
+    pretrain(config, corpus, tmp_path, quiet=True)
+    record = json.loads((tmp_path / "run.json").read_bytes())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "micro_batch": value}))
+    with pytest.raises(CorruptError, match="cannot be read"):
+        pretrain(with_run(config, train_steps=2), corpus, tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError, "CUDA out of memory."),
+        (RuntimeError, "Triton Error [CUDA]: out of memory"),
+        (
+            RuntimeError,
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ),
+        (RuntimeError, "[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_runs_out_under_several_names(error: type[RuntimeError], words: str) -> None:
+    assert loop._is_out_of_memory(error(words))
+    outer = RuntimeError("capture failed")
+    outer.__context__ = error(words)
+    assert loop._is_out_of_memory(outer)
+    assert not loop._is_out_of_memory(RuntimeError("illegal address"))
+
+
+def in_few_seconds(patch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces as ever, but runs what it has traced instead of generating code."""
+    compiled = torch.compile
+    patch.setattr(loop.torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": "eager"}))
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [(4, [4]), pytest.param(300, [300, 150, 75, 38, 19, 10, 5, 3], marks=pytest.mark.long)],
+)
+def test_a_compiled_step_tries_each_size_anew(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+    sizes: list[int],
+) -> None:
+    """In the long one as many as torch lets one function have (8) and one more."""
+    in_few_seconds(monkeypatch)
+    config = with_run(micro, train_steps=2, compile="yes", eval_every=9)
+    config = changed(config, "data.batch_size", batch)
+    pretrain(changed(config, "data.micro_batch", 2), corpus, tmp_path / "hand", quiet=True)
+    add, tried = loop.Meter.add_losses, list[int]()
+    block_batch = loop.Block.batch
+
+    def batch_of(self: loop.Block, slot: Tensor, rows: slice, config: PretrainConfig) -> Batch:
+        if rows.stop is not None:  # else it is an evaluation
+            tried.append(rows.stop - rows.start)
+        return block_batch(self, slot, rows, config)
+
+    def add_losses(self: loop.Meter, losses: Losses) -> None:
+        add(self, losses)
+        if tried[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loop.Block, "batch", batch_of)
+    monkeypatch.setattr(loop.Meter, "add_losses", add_losses)
+    pretrain(changed(config, "data.micro_batch", "auto"), corpus, tmp_path / "auto", quiet=True)
+    assert tried[: len(sizes) + 1] == [*sizes, 2]
+    assert found(tmp_path / "auto") == {"joint": 2}
+    one, two = final_tensors(tmp_path / "hand"), final_tensors(tmp_path / "auto")
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]), name
+    auto = without_events(metrics(tmp_path / "auto"))
+    assert auto == without_events(metrics(tmp_path / "hand"))
+
+
 def test_other_errors_of_the_device_stay_what_they_are(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
