@@ -1200,6 +1200,7 @@ TESTED = {
             "test_kill.py::test_a_signal_at_any_moment_costs_no_step",
             "test_kill.py::test_a_signal_to_prepare_at_any_moment_costs_no_full_shard",
             "test_kill.py::test_a_signal_while_torch_is_imported_ends_at_once",
+            "test_kill.py::test_a_signal_during_the_first_compilation_ends_at_once_and_damages_nothing",
             "test_kill.py::test_a_second_signal_quits_at_once_without_damage",
             "test_finetune.py::test_stops_at_many_places_change_nothing",
             "test_finetune.py::test_a_late_signal_loses_no_step",
@@ -1246,7 +1247,10 @@ TESTED = {
     "R13": Entry(
         "a gradient a hundred times too large",
         "left out and counted, off by default",
-        tested("test_pretrain.py::test_a_spike_is_left_out_and_its_rule_survives_a_resume"),
+        tested(
+            "test_pretrain.py::test_a_spike_is_left_out_and_its_rule_survives_a_resume",
+            "test_pretrain.py::test_a_spike_in_a_compiled_step_is_left_out",
+        ),
     ),
     "R19": Entry(
         "another tokenizer, vocabulary or special tokens at resume, export and fine-tuning",

@@ -958,8 +958,12 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # whoever reads the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except Stopped:
+    except Stopped as stopped:
         print("electra: stopped and saved; the same command continues", file=sys.stderr)
+        if stopped.broke_off:  # Python would wait for the threads of a compiler
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_STOPPED)
         return EXIT_STOPPED
 
 

@@ -7,8 +7,10 @@ error, but ends a command in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
@@ -64,9 +66,20 @@ class NumericError(ElectraError):
 
 
 class Stopped(Exception):
-    """Raised once all is saved after SIGTERM, SIGINT or SIGUSR1."""
+    """Raised once all is saved after SIGTERM, SIGINT or SIGUSR1.
+
+    broke_off: something is still at work that nobody waits for, such as a compiler.
+    """
 
     exit_code = EXIT_STOPPED
+
+    def __init__(self, *, broke_off: bool = False) -> None:
+        super().__init__()
+        self.broke_off = broke_off
+
+
+class BrokenOff(BaseException):
+    """Raised inside `StopRequest.breaking_off`; nothing on its way takes it for an error."""
 
 
 class StopRequest:
@@ -76,6 +89,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self._breaks_off = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -94,3 +108,17 @@ class StopRequest:
         if self.requested:
             os._exit(128 + number)
         self.requested = True
+        if self._breaks_off:
+            raise BrokenOff
+
+    @contextlib.contextmanager
+    def breaking_off(self) -> Generator[None]:
+        """The first signal inside breaks off what is under way there, by BrokenOff: for what takes
+        long, cannot look at the flag and has nothing to save."""
+        self._breaks_off = True
+        try:
+            if self.requested:  # just before
+                raise BrokenOff
+            yield
+        finally:
+            self._breaks_off = False

@@ -26,7 +26,15 @@ from .checkpoint import Saver, load_newest, size_of
 from .config import PretrainConfig
 from .corpus import Corpus
 from .encoder import Block as EncoderBlock
-from .errors import DiskFull, ElectraError, LostProcess, NumericError, Stopped, StopRequest
+from .errors import (
+    BrokenOff,
+    DiskFull,
+    ElectraError,
+    LostProcess,
+    NumericError,
+    Stopped,
+    StopRequest,
+)
 from .evaluate import Evaluation, diagnose, evaluate, token_counts, unigram_entropy
 from .exchange import Exchange, compiler_in_parts
 from .files import exclusive, read_json, reading
@@ -252,13 +260,12 @@ def _train(
             with _memory_errors(lambda: trainer):
                 if config.data.micro_batch == "auto":
                     _find_micro_batch(trainer, out, log, step, glance, stop)
-                trainer.record()  # compile and capture
-        except ElectraError:
-            raise
-        except Exception as error:
+                with _compiling(runtime, stop):
+                    trainer.record()
+        except (BrokenOff, Exception) as error:
             # A signal to all processes of a terminal or of torchrun ends the compiler's as well.
-            if stop():
-                raise Stopped from error
+            if stop() and not isinstance(error, ElectraError):
+                raise Stopped(broke_off=True) from error
             raise
 
     def held_out(step: int, progress: float) -> bool:
@@ -300,7 +307,9 @@ def _train(
                     raise Stopped
                 if step == switch:
                     if step > first_step and step % run.save_every:
-                        save(step)  # the second stage may be stopped before its first step
+                        save(step)
+                    if saver is not None:  # the second stage may be stopped before its first step
+                        saver.wait()
                     with clock.paused():
                         trainer = trainer.second_stage()
                         make_ready(step)
@@ -690,7 +699,9 @@ def _find_micro_batch(
     first = min(before or rows, rows)
     for size in _halves(first):
         trainer.split(size)
-        if trainer.fits(glance):
+        with _compiling(runtime, stop):
+            fits = trainer.fits(glance)
+        if fits:
             break
         log.note(f"{size:,} sequences at once do not fit in the memory")
         if runtime.any(stop()):
@@ -707,6 +718,12 @@ def _find_micro_batch(
         keep_micro_batch(out, stage, size)
     log.note(f"micro-batch: {size:,} of {rows:,} sequences at once")
     log.write("event", step, {"micro_batch": size, "rows": rows})
+
+
+def _compiling(runtime: Runtime, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
+    """For minutes, perhaps, in which nobody looks whether the run is to stop. Several processes
+    have to come to the end of it: one that breaks off would be a lost one to the others."""
+    return stop.breaking_off() if runtime.world == 1 else contextlib.nullcontext()
 
 
 def _halves(size: int) -> Iterator[int]:

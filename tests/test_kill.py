@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -192,7 +193,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import torch.utils.tensorboard
-from electra import checkpoint, cli, pretrain
+from electra import checkpoint, cli, corpus, pretrain
 
 def at(module, name, number, times):
     function = getattr(module, name)
@@ -205,6 +206,8 @@ def at(module, name, number, times):
     setattr(module, name, signalled)
 
 PLACES = {
+    "corpus": (corpus.Corpus, "open"),
+    "record": (pretrain.Trainer, "record"),
     "run directory": (pretrain, "enter_run"),
     "evaluation": (pretrain, "evaluate"),
     "first step": (pretrain.Trainer, "train_step"),
@@ -276,6 +279,75 @@ def test_a_signal_at_any_moment_costs_no_step(
     assert start(corpus, tmp_path / "run").wait(120) == 0
     for run in (tmp_path / "run", *(tmp_path / "logs").glob("run-*")):
         assert outcome(run) == uninterrupted
+
+
+# Each child is the leader of a group, as a shell makes one of a command, and gets its signal when
+# the compiler of its first step has started a compiler of C++.
+COMPILING = """
+import json, os, signal, sys, time
+from pathlib import Path
+import psutil, torch
+torch.set_num_threads(1)
+import torch.utils.tensorboard
+from electra import cli, pretrain
+
+work, argv = Path(sys.argv[1]), sys.argv[2:]
+for way in ("one", "group", "two"):
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.dup2(os.open(work / f"{way}.log", os.O_CREAT | os.O_WRONLY), 2)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(work / way)  # where nothing is compiled yet
+        cli.main([*argv, "--out", str(work / f"run-{way}")])
+    below, compilers = psutil.Process(child), []
+    while not compilers and below.status() != psutil.STATUS_ZOMBIE:
+        compilers = [p for p in below.children(recursive=True) if p.name() == "cc1plus"]
+        time.sleep(0.05)
+    began = time.monotonic()
+    if way == "group":
+        os.killpg(child, signal.SIGINT)
+    elif way == "two":  # both are there before it can react to the first
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGUSR1, signal.SIGCONT):
+            os.kill(child, number)
+    else:
+        os.kill(child, signal.SIGTERM)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    told = {"way": way, "code": code, "seconds": time.monotonic() - began}
+    psutil.wait_procs(compilers, timeout=60)  # they belong to nobody now
+    print(json.dumps(told), flush=True)
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no compiler for C++")
+def test_a_signal_during_the_first_compilation_ends_at_once_and_damages_nothing(
+    corpus: Corpus, tmp_path: Path, uninterrupted: tuple[str, list[dict[str, Any]]]
+) -> None:
+    argv = [*command(corpus, tmp_path)[3:], "--run.compile", "yes"]
+    place = argv.index("--out")
+    del argv[place : place + 2]
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING, str(tmp_path), *argv],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+    assert done.returncode == 0, done.stderr
+    seen = {run["way"]: run for run in map(json.loads, done.stdout.splitlines())}
+    quit_at_once = {128 + signal.SIGTERM, 128 + signal.SIGUSR1}
+    for way, codes in {"one": {75}, "group": {75}, "two": quit_at_once}.items():
+        told = (tmp_path / f"{way}.log").read_text()
+        assert seen[way]["code"] in codes, (seen[way], told)
+        assert "Traceback" not in told
+        assert seen[way]["seconds"] < 10, seen[way]
+        out = tmp_path / f"run-{way}"
+        assert not list((out / "checkpoints").iterdir())
+        assert not [p for p in out.rglob("*") if ".tmp" in p.name]
+    # The rest of this run is not compiled, which may change and takes minutes.
+    out = tmp_path / "run-one"
+    assert start(corpus, out).wait(120) == 0
+    weights, logged = outcome(out)
+    assert (weights, [m for m in logged if "changed" not in m]) == uninterrupted
 
 
 SIGNALLED_PREPARE = """

@@ -112,6 +112,12 @@ def all_new(config: PretrainConfig) -> PretrainConfig:
     return replace(config, optim=optim, objective=start)
 
 
+def in_few_seconds(patch: pytest.MonkeyPatch) -> None:
+    """torch.compile traces as ever, but runs what it has traced instead of generating code."""
+    compiled = torch.compile
+    patch.setattr(loop.torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": "eager"}))
+
+
 def as_it_is(config: PretrainConfig) -> PretrainConfig:
     return config
 
@@ -853,6 +859,39 @@ def test_a_spike_is_left_out_and_its_rule_survives_a_resume(
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+def test_a_spike_in_a_compiled_step_is_left_out(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the step that is compiled beforehand is no part of what a norm is judged by."""
+    in_few_seconds(monkeypatch)
+    monkeypatch.setattr(optimizer, "_WINDOW", 16)
+    forward = ReplacedTokenDetection.forward
+
+    def spiking(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+        losses = forward(self, batch, rng)  # the step is a number of the device: compiled once
+        return losses._replace(total=losses.total * torch.where(rng.step == 20, 100.0, 1.0))
+
+    monkeypatch.setattr(ReplacedTokenDetection, "forward", spiking)
+    weights: list[Tensor] = []
+    step = loop.Trainer.step
+
+    def watched(self: loop.Trainer) -> None:
+        step(self)
+        weights.append(self.optimizer.master.clone())
+
+    monkeypatch.setattr(loop.Trainer, "step", watched)
+    config = with_run(micro, train_steps=24, eval_every=99, save_every=99, compile="yes")
+    pretrain(changed(config, "optim.skip_spikes", True), corpus, tmp_path, quiet=True)
+    lines = {m["step"]: m for m in metrics(tmp_path) if m["kind"] == "train"}
+    assert (lines[20]["spikes"], lines[21]["spikes"], lines[24]["bad_steps"]) == (0, 1, 1)
+    for i in range(1, 24):
+        assert torch.equal(weights[i], weights[i - 1]) == (i == 20), i
+    norms = final_tensors(tmp_path)["optimizer/good_norms"]
+    assert int(final_tensors(tmp_path)["optimizer/good_steps"]) == 23
+    assert norms.max() < 10 * norms.min()
+
+
 @pytest.mark.parametrize("way", ["two stages", "head start"])
 def test_gradients_of_another_loss_are_no_spikes(
     micro: PretrainConfig,
@@ -1148,12 +1187,6 @@ def test_memory_runs_out_under_several_names(error: type[RuntimeError], words: s
     outer.__context__ = error(words)
     assert loop._is_out_of_memory(outer)
     assert not loop._is_out_of_memory(RuntimeError("illegal address"))
-
-
-def in_few_seconds(patch: pytest.MonkeyPatch) -> None:
-    """torch.compile traces as ever, but runs what it has traced instead of generating code."""
-    compiled = torch.compile
-    patch.setattr(loop.torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": "eager"}))
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
