@@ -339,7 +339,7 @@ def test_a_signal_during_the_first_compilation_ends_at_once_and_damages_nothing(
         told = (tmp_path / f"{way}.log").read_text()
         assert seen[way]["code"] in codes, (seen[way], told)
         assert "Traceback" not in told
-        assert seen[way]["seconds"] < 10, seen[way]
+        assert seen[way]["seconds"] < 30, seen[way]  # as long as torchrun would wait
         out = tmp_path / f"run-{way}"
         assert not list((out / "checkpoints").iterdir())
         assert not [p for p in out.rglob("*") if ".tmp" in p.name]
