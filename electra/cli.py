@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, dataclass_transform
 
 import tyro
 
@@ -27,6 +27,7 @@ from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
+RecipeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(RECIPES)}.")]
 TuneSettings = Annotated[FinetuneConfig, tyro.conf.arg(name="")]
 # fmt: off
 TaskName = Literal[
@@ -35,8 +36,12 @@ TaskName = Literal[
 # fmt: on
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Command:
-    """What `electra NAME` does, for every class NAMECommand below."""
+    """What `electra NAME` does, for every class NAMECommand below: a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def run(self) -> int | None:
         """Do it; returns an exit code, or nothing where all went well."""
@@ -47,7 +52,6 @@ class Command:
         return {name: getattr(self, name) for name in names}
 
 
-@dataclass(frozen=True, kw_only=True)
 class TokenizerCommand(Command):
     """Train a WordPiece tokenizer on text; the same text gives the same file, bit for bit."""
 
@@ -77,7 +81,6 @@ class TokenizerCommand(Command):
             print(f"the text has no more than that; {self.vocab_size:,} were asked for")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrepareCommand(Command):
     """Turn text into a corpus of token sequences; the same command again continues."""
 
@@ -106,7 +109,6 @@ class PrepareCommand(Command):
         _prepare(self.input, tokenizer, self.out, sequence_length=self.length, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckCommand(Command):
     """Find out what is wrong with the data before training on it."""
 
@@ -133,13 +135,10 @@ class CheckCommand(Command):
         return report.exit_code
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanCommand(Command):
     """Show what a run takes: parameters, FLOPs, memory, tokens; time and money by device."""
 
-    recipe: tyro.conf.Positional[str] = "small"
-    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large,
-    speedrun-5, speedrun-10, speedrun-25."""
+    recipe: RecipeName = "small"
     profile: Profile = "best"  # How the points are read on which paper and released code differ.
     config: Path | None = None  # TOML or JSON file whose settings replace the recipe's.
     vocab_size: int = 30_522  # Entries of the vocabulary.
@@ -200,13 +199,10 @@ class PlanCommand(Command):
             print("", *scaling_table(model, name, self.gpus, rate), sep="\n")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PretrainCommand(Command):
     """Pre-train generator and discriminator; the same command again continues."""
 
-    recipe: tyro.conf.Positional[str] = "small"
-    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large,
-    speedrun-5, speedrun-10, speedrun-25."""
+    recipe: RecipeName = "small"
     out: Path  # The run directory.
     corpus: Path | None = None  # A corpus made by `electra prepare`.
     input: tuple[str, ...] = ()
@@ -278,7 +274,6 @@ class PretrainCommand(Command):
         return made / "corpus"
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExportCommand(Command):
     """Write a run's networks in the layout that transformers loads."""
 
@@ -309,7 +304,6 @@ class ExportCommand(Command):
         _print_export(report)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ImportCommand(Command):
     """Write a model of transformers or of Google's TensorFlow code as `electra export` does."""
 
@@ -326,7 +320,6 @@ class ImportCommand(Command):
         _print_export(import_model(self.model, self.out, **self.given("tokenizer", "allow_bin")))
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExtendCommand(Command):
     """Give a model tokens for the words of a domain, before it is trained further on its text."""
 
@@ -350,7 +343,6 @@ class ExtendCommand(Command):
         _print_export(done.report)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FinetuneCommand(Command):
     """Fine-tune on a task of GLUE, SQuAD or your own data; the same command again continues."""
 
@@ -389,7 +381,6 @@ class FinetuneCommand(Command):
         print(f"model: {self.out}/model\nnext: electra predict --model {self.out} --input FILE")
 
 
-@dataclass(frozen=True, kw_only=True)
 class GlueCommand(Command):
     """Fine-tune and score every GLUE task that is present; the same command again continues."""
 
@@ -418,7 +409,6 @@ class GlueCommand(Command):
         print(report([self.out]))
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictCommand(Command):
     """Answer new rows with a fine-tuned model."""
 
@@ -441,7 +431,6 @@ class PredictCommand(Command):
             print(f"{len(rows):,} answers in {self.out}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class AblateCommand(Command):
     """Run a study of the paper, or your own: settings by seeds, scored on GLUE; the same command
     continues."""
@@ -492,7 +481,6 @@ class AblateCommand(Command):
         return code
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReportCommand(Command):
     """Compare runs: a Markdown table, CSV, a picture, and a page with all of it."""
 
@@ -506,7 +494,6 @@ class ReportCommand(Command):
         print(report(self.runs, self.out))
 
 
-@dataclass(frozen=True, kw_only=True)
 class DetectCommand(Command):
     """Colour each token of a text by the probability that it was replaced."""
 
@@ -533,7 +520,6 @@ class DetectCommand(Command):
         Console(highlight=False).print(render(found))
 
 
-@dataclass(frozen=True, kw_only=True)
 class EmbedCommand(Command):
     """Turn each line of a text file into a vector; a line without text into zeros."""
 
@@ -571,7 +557,6 @@ class EmbedCommand(Command):
         return EXIT_OK
 
 
-@dataclass(frozen=True, kw_only=True)
 class OnnxCommand(Command):
     """Write an exported or fine-tuned model as ONNX and check it in onnxruntime (extra onnx)."""
 
@@ -605,7 +590,6 @@ class OnnxCommand(Command):
             print(f"int8: accuracy {cost['accuracy_int8']:.2%}, before {cost['accuracy']:.2%}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class ServeCommand(Command):
     """Answer over HTTP with a model: detect, classify, tag, answer, embed (extra serve)."""
 
@@ -637,7 +621,6 @@ class ServeCommand(Command):
         return serve(_model(self.model), self.host, self.port, limits=limits, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
 class UiCommand(Command):
     """Open a page to try a model, watch runs, fine-tune on a table and look inside (extra ui)."""
 
@@ -664,7 +647,6 @@ class UiCommand(Command):
         return ui(model, self.runs, self.host, self.port, self.per_minute)
 
 
-@dataclass(frozen=True, kw_only=True)
 class DemoCommand(Command):
     """Train, try and compare a tiny ELECTRA on real English text: offline, in a few minutes."""
 
@@ -679,7 +661,6 @@ class DemoCommand(Command):
         demo(self.out, inputs=self.input, minutes=self.minutes)
 
 
-@dataclass(frozen=True, kw_only=True)
 class EnvCommand(Command):
     """Show versions, device and precision, and what is missing."""
 
@@ -690,7 +671,6 @@ class EnvCommand(Command):
             print(f"{name:16} {value}")
 
 
-@dataclass(frozen=True, kw_only=True)
 class CompletionCommand(Command):
     """Print the script with which a shell completes commands and flags at the Tab key."""
 
