@@ -416,36 +416,33 @@ def predict(
         return {}
     data = DeviceFeatures(features, device)
     order = np.argsort(features.lengths, kind="stable")
-    per_row: dict[str, list[NDArray[Any]]] = {}
     # Beams have the same size in every batch only if no batch is shorter than a beam.
     shortest = model.head.options.get("beam", 0)
     step = 8 if device.type == "cuda" else 1  # its attention kernels want that
     widest, lengths, end = features.tokens.shape[1], features.lengths[order], 0
+    found: dict[str, list[NDArray[Any]]] = {}  # row by row
     while end < len(order):
         begin, end = end, end + 1
         while end < min(begin + batch, len(order)) and (
             padding is None or (end - begin) * (lengths[end] - lengths[end - 1]) <= padding
         ):
             end += 1
-        rows = order[begin:end]
         needed = max(shortest, -(-int(lengths[end - 1]) // step) * step)
-        cut = data.batch(torch.from_numpy(rows).to(device), min(needed, widest))
+        rows = torch.from_numpy(order[begin:end]).to(device)
         with torch.compiler.set_stance("force_eager"):
-            found_now = model.predict(cut)
-        for name, scores in found_now.items():
-            array = scores.float().cpu().numpy() if scores.is_floating_point() else scores.cpu()
-            per_row.setdefault(name, []).extend(np.asarray(array))
-    back = np.argsort(order)
-    result: Predictions = {}
-    for name, found in per_row.items():
-        in_order = [found[j] for j in back]
-        if "labels" in features.targets:  # tagging: the first piece of each word
-            first = features.targets["labels"] >= 0
-            in_order = [row[first[i, : len(row)]] for i, row in enumerate(in_order)]
-            result[name] = np.concatenate(in_order)
-        else:
-            result[name] = np.stack(in_order)
-    return result
+            said = model.predict(data.batch(rows, min(needed, widest)))
+        for name, scores in said.items():
+            scores = scores.float() if scores.is_floating_point() else scores
+            found.setdefault(name, []).extend(scores.cpu().numpy())
+    back, labels = np.argsort(order), features.targets.get("labels")
+    in_order = {name: [rows[j] for j in back] for name, rows in found.items()}
+    if labels is None:
+        return {name: np.stack(rows) for name, rows in in_order.items()}
+    first = labels >= 0  # tagging: the first piece of each word
+    return {
+        name: np.concatenate([row[mark[: len(row)]] for row, mark in zip(rows, first, strict=True)])
+        for name, rows in in_order.items()
+    }
 
 
 # ---------------------------------------------------------------------- a run
