@@ -42,7 +42,7 @@ class Head(nn.Module):
 
     only_first = False  # whether h holds the state of [CLS] alone
 
-    def __init__(self, form: Form, **options: Any):
+    def __init__(self, form: Form = "paper", **options: Any):
         """options: what `build_head` has to be told besides task and form to build this one."""
         super().__init__()
         self.form, self.options = form, options
