@@ -20,7 +20,7 @@ from .errors import ElectraError
 from .features import encode_texts, encode_words
 from .files import json_bytes, write_atomic
 from .finetune import Data, SquadData, TextData, finetune, predict, resolve
-from .hf import FineTuned, load_encoder, load_finetuned
+from .hf import FineTuned, LoadedEncoder, load_encoder, load_finetuned
 from .tasks import Examples, Task
 
 _questions = partial(Task, kind="qa", texts=("question", "context"), epochs=2, length=512)
@@ -49,12 +49,25 @@ def finetune_task(
     `tasks.load` takes: texts, label, kind, dev, test.
     """
     encoder = load_encoder(model)
+    settings, prepared = open_data(encoder, data, config, task, note=note, **own)
+    return finetune(settings, encoder, prepared, out, quiet=quiet)
+
+
+def open_data(
+    encoder: LoadedEncoder,
+    data: Path,
+    config: FinetuneConfig,
+    task: str | None,
+    *,
+    note: Callable[[str], object] = print,
+    **own: Any,
+) -> tuple[FinetuneConfig, Data]:
+    """The settings with everything decided, and the data in tokens."""
     if task in SQUAD:
         settings = resolve(config, encoder.config, SQUAD[task])
         version = "squad2" if task == "squad2" else "squad1"
         questions = squad.load(data, version, needed=("train", "dev"))
-        prepared: Data = SquadData(questions, SQUAD[task], encoder.tokenizer, settings)
-        return finetune(settings, encoder, prepared, out, quiet=quiet)
+        return settings, SquadData(questions, SQUAD[task], encoder.tokenizer, settings)
     if task == "ax":
         note("the diagnostic set has no training set of its own: training on MNLI")
         task = "mnli"
@@ -72,7 +85,7 @@ def finetune_task(
     unknown = float((rows.tokens == encoder.tokenizer.unk_id).sum() / rows.lengths.sum())
     if unknown > _MANY_UNKNOWN:
         note(f"{unknown:.1%} of the tokens are [UNK]: the vocabulary is not one for this text")
-    return finetune(settings, encoder, prepared, out, quiet=quiet)
+    return settings, prepared
 
 
 def glue(
