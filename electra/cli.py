@@ -1,7 +1,8 @@
 """`electra <command>`: one dataclass per command, made into flags and help by tyro.
 
-Heavy imports happen inside the commands, so that `--help` answers at once. An `ElectraError` is
-shown as what, where and what to do, without a traceback (unless --debug), and sets the exit code.
+What stands behind a field, or below it where that is long, is the help of its flag. Heavy imports
+happen inside the commands, so that `--help` answers at once. An `ElectraError` is shown as what,
+where and what to do, without a traceback (unless --debug), and sets the exit code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, dataclass_transform
 
 import tyro
 
@@ -26,26 +27,42 @@ from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
+RecipeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(help=f"{', '.join(RECIPES)}.")]
+TuneSettings = Annotated[FinetuneConfig, tyro.conf.arg(name="")]
+# fmt: off
+TaskName = Literal[
+    "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "ax", "squad1", "squad2"
+]
+# fmt: on
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenizerCommand:
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Command:
+    """What `electra NAME` does, for every class NAMECommand below: a frozen dataclass."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+    def run(self) -> int | None:
+        """Do it; returns an exit code, or nothing where all went well."""
+        raise NotImplementedError
+
+    def given(self, *names: str) -> dict[str, Any]:
+        """Flags that go on under their own names."""
+        return {name: getattr(self, name) for name in names}
+
+
+class TokenizerCommand(Command):
     """Train a WordPiece tokenizer on text; the same text gives the same file, bit for bit."""
 
     input: tuple[str, ...]
     """Files, folders or patterns (txt, jsonl, parquet, warc, …), hf:NAME, or - for a pipe."""
-    out: Path
-    """Where the tokenizer goes."""
-    vocab_size: int = 30_522
-    """Entries of the vocabulary."""
-    lowercase: bool = True
-    """Read everything in lower case."""
-    strip_accents: bool | None = None
-    """Remove accents; by default exactly when lower-casing."""
-    column: str = "text"
-    """Column of jsonl and parquet files that holds the text."""
-    max_bytes: int = 1 << 30
-    """Text that is used for training; of more, a fixed sample is taken."""
+    out: Path  # Where the tokenizer goes.
+    vocab_size: int = 30_522  # Entries of the vocabulary.
+    lowercase: bool = True  # Read everything in lower case.
+    strip_accents: bool | None = None  # Remove accents; by default exactly when lower-casing.
+    column: str = "text"  # Column of jsonl and parquet files that holds the text.
+    max_bytes: int = 1 << 30  # Text that is used for training; of more, a fixed sample is taken.
 
     def run(self) -> None:
         from .files import exclusive
@@ -53,14 +70,8 @@ class TokenizerCommand:
         from .tokenizer import train_tokenizer
 
         inputs = receive(self.input, self.out, lambda: False)
-        tokenizer = train_tokenizer(
-            inputs,
-            vocab_size=self.vocab_size,
-            lowercase=self.lowercase,
-            strip_accents=self.strip_accents,
-            column=self.column,
-            max_bytes=self.max_bytes,
-        )
+        reading = self.given("lowercase", "strip_accents", "column", "max_bytes")
+        tokenizer = train_tokenizer(inputs, vocab_size=self.vocab_size, **reading)
         with exclusive(self.out):
             tokenizer.save(self.out)
             if "-" in self.input:
@@ -70,100 +81,67 @@ class TokenizerCommand:
             print(f"the text has no more than that; {self.vocab_size:,} were asked for")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrepareCommand:
+class PrepareCommand(Command):
     """Turn text into a corpus of token sequences; the same command again continues."""
 
     input: tuple[str, ...]
     """Files, folders or patterns (txt, jsonl, parquet, warc, …), hf:NAME, or - for a pipe."""
-    tokenizer: Path
-    """Folder, tokenizer.json or vocab.txt."""
-    out: Path
-    """Where the corpus goes."""
-    length: int = 128
-    """Tokens of a sequence."""
+    tokenizer: Path  # Folder, tokenizer.json or vocab.txt.
+    out: Path  # Where the corpus goes.
+    length: int = 128  # Tokens of a sequence.
     builder: Literal["packed", "segments"] = "packed"
     """packed: every token is used once. segments: the released code's two-segment examples."""
     short_percent: float | None = None
     """Share of the sequences that get a random shorter length; default: packed 10, segments 5."""
-    held_out_percent: float = 1.0
-    """Share of the documents that is set aside for evaluation."""
-    workers: int | None = None
-    """Processes; default: one per core."""
+    held_out_percent: float = 1.0  # Share of the documents that is set aside for evaluation.
+    workers: int | None = None  # Processes; default: one per core.
     cluster: str | None = None
     """Work on the Ray cluster at host:port, of which this machine is a node (extra ray)."""
-    column: str = "text"
-    """Column of jsonl and parquet files that holds the text."""
-    seed: int = 0
-    """Seed of the builder's random choices."""
+    column: str = "text"  # Column of jsonl and parquet files that holds the text.
+    seed: int = 0  # Seed of the builder's random choices.
 
     def run(self) -> None:
         from .tokenizer import Tokenizer
 
+        shares = self.given("short_percent", "held_out_percent")
+        options = self.given("builder", "workers", "cluster", "column", "seed") | shares
         tokenizer = Tokenizer.load(self.tokenizer)
-        _prepare(
-            self.input,
-            tokenizer,
-            self.out,
-            sequence_length=self.length,
-            builder=self.builder,
-            short_percent=self.short_percent,
-            held_out_percent=self.held_out_percent,
-            workers=self.workers,
-            cluster=self.cluster,
-            column=self.column,
-            seed=self.seed,
-        )
+        _prepare(self.input, tokenizer, self.out, sequence_length=self.length, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckCommand:
+class CheckCommand(Command):
     """Find out what is wrong with the data before training on it."""
 
-    input: tuple[str, ...] = ()
-    """Text files, folders or patterns."""
-    corpus: Path | None = None
-    """A prepared corpus."""
-    column: str = "text"
-    """Column of jsonl and parquet files that holds the text."""
+    input: tuple[str, ...] = ()  # Text files, folders or patterns.
+    corpus: Path | None = None  # A prepared corpus.
+    column: str = "text"  # Column of jsonl and parquet files that holds the text.
 
     def run(self) -> int:
         from .check import check_corpus, check_text
 
         if bool(self.input) == (self.corpus is not None):
-            raise ElectraError(
-                "check needs --input or --corpus, one of them.",
-                where="electra check",
-                fix="give text files with --input, or a prepared corpus with --corpus",
-            )
-        if self.corpus is not None:
-            report = check_corpus(self.corpus)
-        else:
-            report = check_text(self.input, self.column)
+            what = "check needs --input or --corpus, one of them."
+            fix = "give text files with --input, or a prepared corpus with --corpus"
+            raise ElectraError(what, where="electra check", fix=fix)
+        report = check_corpus(self.corpus) if self.corpus else check_text(self.input, self.column)
         for name, value in report.facts.items():
-            print(f"{name.replace('_', ' '):32} {_readable(value)}")
-        marks = {"ok": "ok     ", "warning": "warning", "error": "error  "}
+            form = ",.3g" if isinstance(value, float) else "," if isinstance(value, int) else ""
+            print(f"{name.replace('_', ' '):32} {value:{form}}")
         for finding in report.findings:
-            print(f"{marks[finding.level]} {finding.what}")
+            print(f"{finding.level:7} {finding.what}")
             for label, text in (("where", finding.where), ("to do", finding.fix)):
                 if text:
                     print(f"        {label}: {text}")
         return report.exit_code
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanCommand:
+class PlanCommand(Command):
     """Show what a run takes: parameters, FLOPs, memory, tokens; time and money by device."""
 
-    recipe: tyro.conf.Positional[str] = "small"
-    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large,
-    speedrun-5, speedrun-10, speedrun-25."""
-    profile: Profile = "best"
-    """How the points are read on which paper and released code differ."""
-    config: Path | None = None
-    """TOML or JSON file whose settings replace the recipe's."""
-    vocab_size: int = 30_522
-    """Entries of the vocabulary."""
+    recipe: RecipeName = "small"
+    profile: Profile = "best"  # How the points are read on which paper and released code differ.
+    config: Path | None = None  # TOML or JSON file whose settings replace the recipe's.
+    vocab_size: int = 30_522  # Entries of the vocabulary.
     tokens_per_second: float | None = None
     """Measured speed of one device to plan with, instead of those a model of the hardware
     predicts."""
@@ -174,8 +152,7 @@ class PlanCommand:
     """Numbers of GPUs to predict the speed on several for, such as 8 64 512."""
     prices: dict[str, float] = field(default_factory=dict)
     """Dollars an hour instead of the listed ones: --prices H200 3.1 L4 0.6."""
-    padded: bool = False
-    """Predict for a corpus with short sequences, whose attention needs a mask."""
+    padded: bool = False  # Predict for a corpus with short sequences, whose attention needs a mask.
     settings: Settings = field(default_factory=PretrainConfig)
 
     def run(self) -> None:
@@ -183,10 +160,8 @@ class PlanCommand:
         from .roofline import Model, cost_table, device_named, hours_at, scaling_table
 
         plan, rate = make_plan(self.settings, self.vocab_size), self.tokens_per_second
-        model = Model(
-            config=self.settings, plan=plan, vocab_size=self.vocab_size, padded=self.padded
-        )
         s, name = self.settings, self.gpu or "H200"
+        model = Model(config=s, plan=plan, **self.given("vocab_size", "padded"))
         g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
         generator = f"{g.layers} x {g.hidden_size}" if s.generator.kind == "network" else ""
         batch = plan.state_bytes + s.data.at_once(s.data.batch_size) * each
@@ -224,41 +199,28 @@ class PlanCommand:
             print("", *scaling_table(model, name, self.gpus, rate), sep="\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PretrainCommand:
+class PretrainCommand(Command):
     """Pre-train generator and discriminator; the same command again continues."""
 
-    recipe: tyro.conf.Positional[str] = "small"
-    """tiny, small, small++, base, base++, large, large-1.75m, bert-small, bert-base, bert-large,
-    speedrun-5, speedrun-10, speedrun-25."""
-    out: Path
-    """The run directory."""
-    corpus: Path | None = None
-    """A corpus made by `electra prepare`."""
+    recipe: RecipeName = "small"
+    out: Path  # The run directory.
+    corpus: Path | None = None  # A corpus made by `electra prepare`.
     input: tuple[str, ...] = ()
     """Text instead of a corpus: a tokenizer is trained and the corpus prepared inside the run."""
     tokenizer: Path | None = None
     """Tokenizer for --input instead of training one; with --init the model's own."""
-    vocab_size: int = 30_522
-    """Entries of the tokenizer trained for --input."""
-    lowercase: bool = True
-    """Whether that tokenizer reads everything in lower case."""
-    builder: Literal["packed", "segments"] = "packed"
-    """How --input is cut into sequences."""
-    column: str = "text"
-    """Column of jsonl and parquet files in --input."""
+    vocab_size: int = 30_522  # Entries of the tokenizer trained for --input.
+    lowercase: bool = True  # Whether that tokenizer reads everything in lower case.
+    builder: Literal["packed", "segments"] = "packed"  # How --input is cut into sequences.
+    column: str = "text"  # Column of jsonl and parquet files in --input.
     force: bool = False
     """Continue although settings that make it another experiment, or the corpus, have changed."""
     init: Path | None = None
     """Go on from an export, a run, a transformers ELECTRA or a TensorFlow checkpoint."""
-    profile: Profile = "best"
-    """How the points are read on which paper and released code differ."""
-    config: Path | None = None
-    """TOML or JSON file whose settings replace the recipe's."""
-    dry_run: bool = False
-    """Print the resolved settings and stop."""
-    quiet: bool = False
-    """Say nothing while training."""
+    profile: Profile = "best"  # How the points are read on which paper and released code differ.
+    config: Path | None = None  # TOML or JSON file whose settings replace the recipe's.
+    dry_run: bool = False  # Print the resolved settings and stop.
+    quiet: bool = False  # Say nothing while training.
     settings: Settings = field(default_factory=PretrainConfig)
 
     def run(self) -> None:
@@ -266,33 +228,22 @@ class PretrainCommand:
             _print_settings(to_dict(self.settings))
             return
         if bool(self.input) == (self.corpus is not None):
-            raise ElectraError(
-                "pretrain needs --corpus or --input, one of them.",
-                where="electra pretrain",
-                fix="give a corpus made by `electra prepare`, or text files with --input",
-            )
+            what = "pretrain needs --corpus or --input, one of them."
+            fix = "give a corpus made by `electra prepare`, or text files with --input"
+            raise ElectraError(what, where="electra pretrain", fix=fix)
         from .corpus import Corpus
         from .pretrain import pretrain
 
-        path = self.corpus or self._prepare_inside()
-        corpus = Corpus.open(path)
-        initial = None
+        corpus = Corpus.open(self.corpus or self._prepare_inside())
+        options = self.given("force", "quiet")
         if self.init is not None:
             from .hf import initial_state, load_pretrained
 
             state = initial_state(load_pretrained(self.init), self.settings, corpus.vocab_size)
-            initial = state.parameters
+            options |= {"initial": state.parameters, "initial_from": str(self.init)}
             for note in state.notes:
-                print(note, file=sys.stderr)
-        pretrain(
-            self.settings,
-            corpus,
-            self.out,
-            initial=initial,
-            initial_from=str(self.init) if self.init else None,
-            force=self.force,
-            quiet=self.quiet,
-        )
+                _note(note)
+        pretrain(self.settings, corpus, self.out, **options)
         if int(os.environ.get("RANK", 0)) == 0 and not self.quiet:
             print(f"done: {self.out}\nnext: electra export {self.out} --out {self.out}/export")
 
@@ -303,49 +254,35 @@ class PretrainCommand:
         from .tokenizer import Tokenizer, train_tokenizer
 
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ElectraError(
-                "Several processes cannot prepare one corpus.",
-                where="--input",
-                fix="run `electra prepare` first and give --corpus",
-            )
-        inputs = receive(self.input, self.out / "made", lambda: False)
-        source = self.tokenizer or self.out / "made" / "tokenizer"
+            what = "Several processes cannot prepare one corpus."
+            fix = "run `electra prepare` first and give --corpus"
+            raise ElectraError(what, where="--input", fix=fix)
+        made = self.out / "made"
+        inputs = receive(self.input, made, lambda: False)
+        source = self.tokenizer or made / "tokenizer"
         if self.init is not None and self.tokenizer is None:  # with another one it knows no word
             from .hf import load_pretrained
 
             load_pretrained(self.init).needed_tokenizer().save(source)
         elif self.tokenizer is None and not (source / "tokenizer.json").exists():
+            options = self.given("vocab_size", "lowercase", "column")
             with exclusive(self.out):
-                train_tokenizer(
-                    inputs,
-                    vocab_size=self.vocab_size,
-                    lowercase=self.lowercase,
-                    column=self.column,
-                ).save(source)
-        corpus = self.out / "made" / "corpus"
-        _prepare(
-            inputs,
-            Tokenizer.load(source),
-            corpus,
-            sequence_length=self.settings.data.sequence_length,
-            builder=self.builder,
-            column=self.column,
-        )
-        return corpus
+                train_tokenizer(inputs, **options).save(source)
+        length, tokenizer = self.settings.data.sequence_length, Tokenizer.load(source)
+        options = self.given("builder", "column")
+        _prepare(inputs, tokenizer, made / "corpus", sequence_length=length, **options)
+        return made / "corpus"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportCommand:
+class ExportCommand(Command):
     """Write a run's networks in the layout that transformers loads."""
 
     run_directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run of `electra pretrain`."""
-    out: Path
-    """Gets the folders discriminator and generator."""
+    out: Path  # Gets the folders discriminator and generator.
     sentence_transformers: bool = False
     """Add to the first of them what makes it one that SentenceTransformer loads as well."""
-    license: str = "unknown"
-    """Licence that the model cards state."""
+    license: str = "unknown"  # Licence that the model cards state.
     half: bool = False
     """Store the weights as float16, which is half the bytes; transformers reads them as float32."""
     shard_megabytes: float | None = None
@@ -367,28 +304,23 @@ class ExportCommand:
         _print_export(report)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportCommand:
+class ImportCommand(Command):
     """Write a model of transformers or of Google's TensorFlow code as `electra export` does."""
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A transformers ELECTRA, or a TensorFlow checkpoint: its folder or FOLDER/model.ckpt-N."""
-    out: Path
-    """Gets the folders discriminator and generator, as far as the model has them."""
-    tokenizer: Path | None = None
-    """Its vocab.txt or tokenizer.json, if that is not beside it."""
+    out: Path  # Gets the folders discriminator and generator, as far as the model has them.
+    tokenizer: Path | None = None  # Its vocab.txt or tokenizer.json, if that is not beside it.
     allow_bin: bool = False
     """Also read a pytorch_model.bin: a pickle, read apart and with nothing but tensors in it."""
 
     def run(self) -> None:
         from .hf import import_model
 
-        options: dict[str, Any] = {"tokenizer": self.tokenizer, "allow_bin": self.allow_bin}
-        _print_export(import_model(self.model, self.out, **options))
+        _print_export(import_model(self.model, self.out, **self.given("tokenizer", "allow_bin")))
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExtendCommand:
+class ExtendCommand(Command):
     """Give a model tokens for the words of a domain, before it is trained further on its text."""
 
     model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
@@ -396,41 +328,22 @@ class ExtendCommand:
     of the checkout."""
     input: tuple[str, ...]
     """Text of the domain: files, folders or patterns (txt, jsonl, parquet, warc, …), or hf:NAME."""
-    out: Path
-    """Gets the folders discriminator and generator, as far as the model has them."""
-    tokens: int = 1000
-    """How many words become tokens: those that save the most."""
-    column: str = "text"
-    """Column of jsonl and parquet files that holds the text."""
-    max_bytes: int = 1 << 30
-    """Text that is looked at; of more, a fixed sample is taken."""
+    out: Path  # Gets the folders discriminator and generator, as far as the model has them.
+    tokens: int = 1000  # How many words become tokens: those that save the most.
+    column: str = "text"  # Column of jsonl and parquet files that holds the text.
+    max_bytes: int = 1 << 30  # Text that is looked at; of more, a fixed sample is taken.
 
     def run(self) -> None:
         from .extend import extend
 
-        done = extend(
-            _model(self.model),
-            self.input,
-            self.out,
-            tokens=self.tokens,
-            column=self.column,
-            max_bytes=self.max_bytes,
-        )
+        options = self.given("tokens", "column", "max_bytes")
+        done = extend(_model(self.model), self.input, self.out, **options)
         print(f"{len(done.tokens):,} tokens added: {', '.join(done.tokens[:8])}, …")
         print(f"the text has {done.after:.3f} tokens a word, {done.before:.3f} before")
         _print_export(done.report)
 
 
-TuneSettings = Annotated[FinetuneConfig, tyro.conf.arg(name="")]
-# fmt: off
-TaskName = Literal[
-    "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli", "ax", "squad1", "squad2"
-]
-# fmt: on
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinetuneCommand:
+class FinetuneCommand(Command):
     """Fine-tune on a task of GLUE, SQuAD or your own data; the same command again continues."""
 
     model: Path | None = None
@@ -438,26 +351,19 @@ class FinetuneCommand:
     models/small-en of the checkout."""
     data: Path
     """The GLUE or SQuAD folder, or your csv, tsv, jsonl, parquet or CoNLL file or folder."""
-    out: Path
-    """The run directory."""
-    task: TaskName | None = None
-    """A known task; without one the data is your own."""
+    out: Path  # The run directory.
+    task: TaskName | None = None  # A known task; without one the data is your own.
     text: str | None = None
     """Your column with the text, or two with a comma between them: title,body."""
-    label: str | None = None
-    """Your column with the label."""
+    label: str | None = None  # Your column with the label.
     kind: Literal["classification", "regression", "tagging"] | None = None
     """What your labels are; default: found from the data."""
-    dev: Path | None = None
-    """Your evaluation data; default: a tenth of --data."""
-    test: Path | None = None
-    """Your data without labels, to be answered in RUN/test."""
+    dev: Path | None = None  # Your evaluation data; default: a tenth of --data.
+    test: Path | None = None  # Your data without labels, to be answered in RUN/test.
     profile: Literal["paper", "released"] = "paper"
     """released: the defaults of Google's code (docs/deviations.md)."""
-    dry_run: bool = False
-    """Print the settings and stop."""
-    quiet: bool = False
-    """Say nothing while training."""
+    dry_run: bool = False  # Print the settings and stop.
+    quiet: bool = False  # Say nothing while training.
     settings: TuneSettings = field(default_factory=FinetuneConfig)
 
     def run(self) -> None:
@@ -467,75 +373,48 @@ class FinetuneCommand:
         from .glue import finetune_task
         from .report import report
 
-        finetune_task(
-            _model(self.model),
-            self.data,
-            self.out,
-            self.settings,
-            task=self.task,
-            texts=tuple(self.text.split(",")) if self.text else (),
-            label=self.label,
-            kind=self.kind,
-            dev=self.dev,
-            test=self.test,
-            quiet=self.quiet,
-            note=lambda text: print(text, file=sys.stderr),
-        )
+        options = self.given("task", "label", "kind", "dev", "test", "quiet")
+        options["texts"] = tuple(self.text.split(",")) if self.text else ()
+        model = _model(self.model)
+        finetune_task(model, self.data, self.out, self.settings, note=_note, **options)
         print(report([self.out]))
         print(f"model: {self.out}/model\nnext: electra predict --model {self.out} --input FILE")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GlueCommand:
+class GlueCommand(Command):
     """Fine-tune and score every GLUE task that is present; the same command again continues."""
 
     model: Path | None = None
     """An export, a run of `electra pretrain`, or a transformers ELECTRA; default: models/small-en
     of the checkout."""
-    data: Path
-    """Folder with CoLA, SST-2, MRPC, … as GLUE distributes them."""
-    out: Path
-    """Gets one run directory per task."""
-    tasks: tuple[str, ...] = ()
-    """Only these."""
+    data: Path  # Folder with CoLA, SST-2, MRPC, … as GLUE distributes them.
+    out: Path  # Gets one run directory per task.
+    tasks: tuple[str, ...] = ()  # Only these.
     from_mnli: bool = False
     """Start RTE and STS-B from the MNLI model, as the paper does for the test set."""
     wnli: Literal["majority", "train"] = "majority"
     """WNLI is answered with its majority class, or trained like the others."""
     profile: Literal["paper", "released"] = "paper"
     """released: the defaults of Google's code (docs/deviations.md)."""
-    quiet: bool = False
-    """Say nothing while training."""
+    quiet: bool = False  # Say nothing while training.
     settings: TuneSettings = field(default_factory=FinetuneConfig)
 
     def run(self) -> None:
         from .glue import glue
         from .report import report
 
-        glue(
-            _model(self.model),
-            self.data,
-            self.out,
-            self.settings,
-            only=self.tasks,
-            from_mnli=self.from_mnli,
-            wnli=self.wnli,
-            quiet=self.quiet,
-            note=lambda text: print(text, file=sys.stderr),
-        )
+        options = self.given("from_mnli", "wnli", "quiet")
+        options |= {"only": self.tasks, "note": _note}
+        glue(_model(self.model), self.data, self.out, self.settings, **options)
         print(report([self.out]))
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictCommand:
+class PredictCommand(Command):
     """Answer new rows with a fine-tuned model."""
 
-    model: Path
-    """A run of `electra finetune`, or an exported fine-tuned model."""
-    input: str
-    """A file (csv, tsv, jsonl, parquet, txt, CoNLL, SQuAD json), or a text itself."""
-    out: Path | None = None
-    """Where the answers go, as .jsonl, .csv or .tsv; default: the screen."""
+    model: Path  # A run of `electra finetune`, or an exported fine-tuned model.
+    input: str  # A file (csv, tsv, jsonl, parquet, txt, CoNLL, SQuAD json), or a text itself.
+    out: Path | None = None  # Where the answers go, as .jsonl, .csv or .tsv; default: the screen.
 
     def run(self) -> None:
         from .files import storage_errors, write_atomic
@@ -552,40 +431,31 @@ class PredictCommand:
             print(f"{len(rows):,} answers in {self.out}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class AblateCommand:
+class AblateCommand(Command):
     """Run a study of the paper, or your own: settings by seeds, scored on GLUE; the same command
     continues."""
 
     study: tyro.conf.Positional[str]
     """efficiency, sharing, generator-size, algorithms, rtd-vs-mlm, or a TOML or JSON file with a
     table per row that names its settings."""
-    corpus: Path
-    """A corpus made by `electra prepare`."""
-    data: Path
-    """Folder with CoLA, SST-2, MRPC, … as GLUE distributes them."""
-    out: Path
-    """Gets ablate.json and a directory per setting and seed."""
+    corpus: Path  # A corpus made by `electra prepare`.
+    data: Path  # Folder with CoLA, SST-2, MRPC, … as GLUE distributes them.
+    out: Path  # Gets ablate.json and a directory per setting and seed.
     base: str = "small"
     """ELECTRA's settings: a recipe, or a TOML or JSON file as for pretrain --config."""
     steps: int | None = None
     """Steps of ELECTRA; default: those of --base. The warm-up keeps its share of them."""
-    seeds: int = 3
-    """Pre-training seeds of every setting."""
+    seeds: int = 3  # Pre-training seeds of every setting.
     equal: Literal["steps", "flops"] = "steps"
     """What the settings have in common; two-stage training has these steps twice."""
     rows: tuple[str, ...] = ()
     """Rows of the study to run, by their labels as --dry-run prints them; default: all."""
     tasks: tuple[str, ...] = ("cola", "sst2", "mrpc", "stsb", "rte", "qnli")
     """Tasks whose scores are averaged."""
-    tuning_seeds: int = 3
-    """Fine-tuning seeds, of which a task's median is taken."""
-    tuning: tuple[str, ...] = ()
-    """Settings of `electra glue`: max-train=2000 epochs=1."""
-    jobs: int = 1
-    """Pairs of setting and seed that run at once, in turn on the visible GPUs."""
-    dry_run: bool = False
-    """Print the settings with their parameters, FLOPs and steps, and stop."""
+    tuning_seeds: int = 3  # Fine-tuning seeds, of which a task's median is taken.
+    tuning: tuple[str, ...] = ()  # Settings of `electra glue`: max-train=2000 epochs=1.
+    jobs: int = 1  # Pairs of setting and seed that run at once, in turn on the visible GPUs.
+    dry_run: bool = False  # Print the settings with their parameters, FLOPs and steps, and stop.
 
     def run(self) -> int:
         from .ablate import ablate, describe, starting_point
@@ -595,9 +465,8 @@ class AblateCommand:
         counts = {"seeds": self.seeds, "tuning-seeds": self.tuning_seeds, "jobs": self.jobs}
         for name, count in {**counts, "tasks": len(self.tasks)}.items():
             if count < 1:
-                raise ElectraError(
-                    f"There are {count} {name}.", where=f"--{name}", fix="use 1 or more"
-                )
+                what = f"There are {count} {name}."
+                raise ElectraError(what, where=f"--{name}", fix="use 1 or more")
         base = starting_point(self.base, self.steps)
         if self.dry_run:
             print(describe(self.study, base, Corpus.open(self.corpus).vocab_size, self.equal))
@@ -605,33 +474,19 @@ class AblateCommand:
         tuning = [f"--{setting}" for setting in self.tuning]
         # A wrong setting is told now, not when the first model waits for it.
         _parse(["glue", "--model", "m", "--data", "d", "--out", "o", *tuning])
-        code = ablate(
-            self.study,
-            base,
-            self.corpus,
-            self.data,
-            self.out,
-            tasks=self.tasks,
-            rows=self.rows,
-            seeds=self.seeds,
-            tuning_seeds=self.tuning_seeds,
-            tuning=tuning,
-            equal=self.equal,
-            jobs=self.jobs,
-            note=lambda text: print(text, file=sys.stderr, flush=True),
-        )
+        options = self.given("tasks", "rows", "seeds", "tuning_seeds", "equal", "jobs")
+        options |= {"tuning": tuning, "note": _note}
+        code = ablate(self.study, base, self.corpus, self.data, self.out, **options)
         print(report([self.out]))
         return code
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReportCommand:
+class ReportCommand(Command):
     """Compare runs: a Markdown table, CSV, a picture, and a page with all of it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Runs of pretrain, finetune, glue or ablate."""
-    out: Path | None = None
-    """Gets report.md, report.csv, report.png and the page report.html."""
+    out: Path | None = None  # Gets report.md, report.csv, report.png and the page report.html.
 
     def run(self) -> None:
         from .report import report
@@ -639,12 +494,10 @@ class ReportCommand:
         print(report(self.runs, self.out))
 
 
-@dataclass(frozen=True, kw_only=True)
-class DetectCommand:
+class DetectCommand(Command):
     """Colour each token of a text by the probability that it was replaced."""
 
-    text: tyro.conf.Positional[str]
-    """The text to look at."""
+    text: tyro.conf.Positional[str]  # The text to look at.
     model: Path | None = None
     """An export, a transformers ELECTRA discriminator, or a run; default: models/small-en of the
     checkout."""
@@ -660,34 +513,28 @@ class DetectCommand:
         found = detect(model, self.text, alternatives=self.alternatives)
         length, longest = len(found.tokens) + 2, trained_length(model)
         if longest is not None and length > longest:
-            print(
+            _note(
                 f"warning: the text has {length:,} tokens, and the model was trained on rows of at "
-                f"most {longest:,}: expect much worse answers than for parts of that length",
-                file=sys.stderr,
+                f"most {longest:,}: expect much worse answers than for parts of that length"
             )
         Console(highlight=False).print(render(found))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbedCommand:
+class EmbedCommand(Command):
     """Turn each line of a text file into a vector; a line without text into zeros."""
 
     model: Path | None = None
     """An export, a transformers ELECTRA, or a run; default: models/small-en of the checkout."""
-    input: str
-    """A UTF-8 file, also .gz .bz2 .xz .zst, or - for what is piped in."""
-    out: Path
-    """The vectors: .npy, or .parquet with a column vector."""
+    input: str  # A UTF-8 file, also .gz .bz2 .xz .zst, or - for what is piped in.
+    out: Path  # The vectors: .npy, or .parquet with a column vector.
     pooling: Literal["mean", "cls"] = "mean"
     """The mean over a line's tokens with [CLS] and [SEP], or the state of [CLS]."""
     length: int | None = None
     """Tokens of a line that are read; default: 128, or what the model reads."""
     batch_tokens: int | None = None
     """Tokens that are computed together; default: 4,096, on a GPU 65,536."""
-    threads: int | None = None
-    """Batches computed at the same time on a CPU; default: one per core."""
-    quiet: bool = False
-    """Show no progress."""
+    threads: int | None = None  # Batches computed at the same time on a CPU; default: one per core.
+    quiet: bool = False  # Show no progress.
 
     def run(self) -> int:
         from rich.console import Console
@@ -695,22 +542,14 @@ class EmbedCommand:
         from .embed import embed_file
 
         model = _model(self.model)
+        options = self.given("pooling", "length", "batch_tokens", "threads")
         console = Console(file=sys.stderr, highlight=False, quiet=self.quiet)
         try:
             with StopRequest() as stop, console.status("reading …") as status:
-                done = embed_file(
-                    model,
-                    self.input,
-                    self.out,
-                    should_stop=stop,
-                    progress=status.update,
-                    pooling=self.pooling,
-                    length=self.length,
-                    batch_tokens=self.batch_tokens,
-                    threads=self.threads,
-                )
+                options |= {"should_stop": stop, "progress": status.update}
+                done = embed_file(model, self.input, self.out, **options)
         except Stopped:
-            print("electra: stopped; no vectors were written", file=sys.stderr)
+            _note("electra: stopped; no vectors were written")
             return EXIT_STOPPED
         print(f"{done.lines:,} vectors of {done.width} numbers in {self.out}")
         if done.empty:
@@ -718,8 +557,7 @@ class EmbedCommand:
         return EXIT_OK
 
 
-@dataclass(frozen=True, kw_only=True)
-class OnnxCommand:
+class OnnxCommand(Command):
     """Write an exported or fine-tuned model as ONNX and check it in onnxruntime (extra onnx)."""
 
     model: Path | None = None
@@ -752,27 +590,20 @@ class OnnxCommand:
             print(f"int8: accuracy {cost['accuracy_int8']:.2%}, before {cost['accuracy']:.2%}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServeCommand:
+class ServeCommand(Command):
     """Answer over HTTP with a model: detect, classify, tag, answer, embed (extra serve)."""
 
     model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """An export, a run, a fine-tuned model or a transformers ELECTRA; default: models/small-en of
     the checkout."""
-    port: int = 8000
-    """Where it listens; 0: any that is free."""
-    host: str = "127.0.0.1"
-    """Beyond this machine only with a token in ELECTRA_TOKEN."""
-    names: tuple[str, ...] = ()
-    """Host names, other than localhost, under which it is reached."""
+    port: int = 8000  # Where it listens; 0: any that is free.
+    host: str = "127.0.0.1"  # Beyond this machine only with a token in ELECTRA_TOKEN.
+    names: tuple[str, ...] = ()  # Host names, other than localhost, under which it is reached.
     workers: int | None = None
     """Batches computed at the same time; default: one per core, on a GPU one."""
-    characters: int = 10_000
-    """The longest text."""
-    queue: int = 256
-    """Requests at work and waiting; more are told to come back."""
-    seconds: float = 30.0
-    """The longest wait for an answer."""
+    characters: int = 10_000  # The longest text.
+    queue: int = 256  # Requests at work and waiting; more are told to come back.
+    seconds: float = 30.0  # The longest wait for an answer.
 
     def run(self) -> int:
         from .serve import serve
@@ -790,8 +621,7 @@ class ServeCommand:
         return serve(_model(self.model), self.host, self.port, limits=limits, **options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class UiCommand:
+class UiCommand(Command):
     """Open a page to try a model, watch runs, fine-tune on a table and look inside (extra ui)."""
 
     model: Path | None = None
@@ -799,12 +629,9 @@ class UiCommand:
     checkout, without which only runs are shown."""
     runs: Path = Path("runs")
     """The folder whose runs are shown, and which gets tables and classifiers."""
-    port: int = 7860
-    """Where it listens."""
-    host: str = "127.0.0.1"
-    """Beyond this machine only with a token in ELECTRA_TOKEN."""
-    per_minute: int = 30
-    """Requests of one client in a minute, without those that only read."""
+    port: int = 7860  # Where it listens.
+    host: str = "127.0.0.1"  # Beyond this machine only with a token in ELECTRA_TOKEN.
+    per_minute: int = 30  # Requests of one client in a minute, without those that only read.
 
     def run(self) -> int:
         from .ui import ui
@@ -815,21 +642,18 @@ class UiCommand:
         try:
             model = _model(self.model)
         except ElectraError as error:  # the runs are worth a page without a model
-            print(f"electra: {error.what} {error.fix}; only runs are shown", file=sys.stderr)
+            _note(f"electra: {error.what} {error.fix}; only runs are shown")
             model = None
         return ui(model, self.runs, self.host, self.port, self.per_minute)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoCommand:
+class DemoCommand(Command):
     """Train, try and compare a tiny ELECTRA on real English text: offline, in a few minutes."""
 
-    out: Path = Path("runs/demo")
-    """Where everything goes."""
+    out: Path = Path("runs/demo")  # Where everything goes.
     input: tuple[str, ...] = ()
     """Text to train on instead of the text that comes with an installed package."""
-    minutes: float | None = None
-    """Minutes of pre-training at most; default: 2.5."""
+    minutes: float | None = None  # Minutes of pre-training at most; default: 2.5.
 
     def run(self) -> None:
         from .demo import demo
@@ -837,8 +661,7 @@ class DemoCommand:
         demo(self.out, inputs=self.input, minutes=self.minutes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EnvCommand:
+class EnvCommand(Command):
     """Show versions, device and precision, and what is missing."""
 
     def run(self) -> None:
@@ -848,8 +671,7 @@ class EnvCommand:
             print(f"{name:16} {value}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompletionCommand:
+class CompletionCommand(Command):
     """Print the script with which a shell completes commands and flags at the Tab key."""
 
     shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
@@ -861,53 +683,7 @@ class CompletionCommand:
         tyro.cli(every, prog="electra", args=["--tyro-print-completion", self.shell])
 
 
-Command = (
-    TokenizerCommand
-    | PrepareCommand
-    | CheckCommand
-    | PlanCommand
-    | PretrainCommand
-    | ExportCommand
-    | ImportCommand
-    | ExtendCommand
-    | FinetuneCommand
-    | GlueCommand
-    | PredictCommand
-    | AblateCommand
-    | ReportCommand
-    | DetectCommand
-    | EmbedCommand
-    | OnnxCommand
-    | ServeCommand
-    | UiCommand
-    | DemoCommand
-    | EnvCommand
-    | CompletionCommand
-)
-
-COMMANDS: dict[str, type[Command]] = {
-    "tokenizer": TokenizerCommand,
-    "prepare": PrepareCommand,
-    "check": CheckCommand,
-    "plan": PlanCommand,
-    "pretrain": PretrainCommand,
-    "export": ExportCommand,
-    "import": ImportCommand,
-    "extend": ExtendCommand,
-    "finetune": FinetuneCommand,
-    "glue": GlueCommand,
-    "predict": PredictCommand,
-    "ablate": AblateCommand,
-    "report": ReportCommand,
-    "detect": DetectCommand,
-    "embed": EmbedCommand,
-    "onnx": OnnxCommand,
-    "serve": ServeCommand,
-    "ui": UiCommand,
-    "demo": DemoCommand,
-    "env": EnvCommand,
-    "completion": CompletionCommand,
-}
+COMMANDS = {cls.__name__.removesuffix("Command").lower(): cls for cls in Command.__subclasses__()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -953,13 +729,13 @@ def run(argv: list[str]) -> int:
     except ElectraError as error:
         if debug:
             traceback.print_exc()
-        print(f"electra: {error}", file=sys.stderr)
+        _note(f"electra: {error}")
         return error.exit_code
     except BrokenPipeError:  # whoever reads the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Stopped as stopped:
-        print("electra: stopped and saved; the same command continues", file=sys.stderr)
+        _note("electra: stopped and saved; the same command continues")
         if stopped.broke_off:  # Python would wait for the threads of a compiler
             sys.stdout.flush()
             sys.stderr.flush()
@@ -984,11 +760,8 @@ def _parse(argv: list[str]) -> Command:
             raise ElectraError("An argument is not valid UTF-8.", where=ascii(arg), fix=fix)
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        raise ElectraError(
-            f"There is no command {name!r}.",
-            where="electra",
-            fix=f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}",
-        )
+        fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
+        raise ElectraError(f"There is no command {name!r}.", where="electra", fix=fix)
     cls: Any = COMMANDS[name]
     prog = f"electra {name}"
     if cls in (FinetuneCommand, GlueCommand):
@@ -1012,7 +785,6 @@ def _parse(argv: list[str]) -> Command:
 
 def _starting_point(name: str, args: list[str]) -> PretrainConfig:
     """Settings before the flags: recipe, then profile, then --init sizes, then --config file."""
-
     profile: Any = _value_of("--profile", args) or "best"
     config, path = recipe(name, profile), _value_of("--config", args)
     values = read_settings_file(Path(path)) if path is not None else {}
@@ -1043,9 +815,8 @@ def _prepare(inputs: Sequence[str | Path], tokenizer: Any, out: Path, **settings
 
     console = Console(file=sys.stderr, highlight=False)
     with StopRequest() as stop, console.status("reading …") as status:
-        manifest = prepare(
-            inputs, tokenizer, out, progress=status.update, should_stop=stop, **settings
-        )
+        settings |= {"progress": status.update, "should_stop": stop}
+        manifest = prepare(inputs, tokenizer, out, **settings)
     print(manifest.summary())
 
 
@@ -1056,8 +827,13 @@ def _model(named: Path | None) -> Path:
     from .files import shipped_model
 
     model = shipped_model()
-    print(f"model: {model}, as none was named", file=sys.stderr)
+    _note(f"model: {model}, as none was named")
     return model
+
+
+def _note(text: str) -> None:
+    """For a person, not for what is piped on."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _print_export(report: Any) -> None:
@@ -1067,14 +843,6 @@ def _print_export(report: Any) -> None:
 def _print_settings(values: dict[str, Any]) -> None:
     for key, value in flat(values).items():
         print(f"{key} = {value}")
-
-
-def _readable(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.3g}"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return str(value)
 
 
 def _overview() -> str:

@@ -61,30 +61,20 @@ def encode_texts(
 
     labels: (N,) class indices or floats; the target `label`.
     """
-    pairs = bool(texts) and len(texts[0]) == 2
-    a = _encode([t[0] for t in texts], tokenizer)
-    b = _encode([t[1] for t in texts], tokenizer) if pairs else None
-    room = length - (3 if pairs else 2)
-    kept_a, kept_b = np.minimum(a.counts, room), np.zeros_like(a.counts)
-    if b is not None:
-        kept_a, kept_b = _fit_pairs(a.counts, b.counts, room)
-    first = kept_a + 2
-    lengths = first + (kept_b + 1 if pairs else 0)
+    columns = [_encode(column, tokenizer) for column in list(zip(*texts, strict=True)) or [()]]
+    room, counts = length - 1 - len(columns), [column.counts for column in columns]
+    kept = [np.minimum(counts[0], room)]
+    if len(counts) == 2:
+        kept = _fit_pairs(counts[0], counts[1], room)
+    ends = 1 + np.cumsum([count + 1 for count in kept], 0)  # (1 or 2, N) behind each [SEP]
+    row, lengths = np.arange(len(texts)), ends[-1]
     tokens = np.full((len(texts), _width(lengths, length)), tokenizer.pad_id, np.int32)
-    row = np.arange(len(texts))
     tokens[:, 0] = tokenizer.cls_id
-    tokens[row, first - 1] = tokenizer.sep_id
-    _place(tokens, a, kept_a, np.ones_like(first))
-    if b is not None:
-        _place(tokens, b, kept_b, first)
-        tokens[row, lengths - 1] = tokenizer.sep_id
-    return Features(
-        tokens,
-        lengths.astype(np.int32),
-        first.astype(np.int32),
-        {"label": labels},
-        row.astype(np.int32),
-    )
+    for column, count, end in zip(columns, kept, ends, strict=True):
+        _place(tokens, column, count, end - 1 - count)
+        tokens[row, end - 1] = tokenizer.sep_id
+    lengths, first, row = (array.astype(np.int32) for array in (lengths, ends[0], row))
+    return Features(tokens, lengths, first, {"label": labels}, row)
 
 
 def encode_words(
@@ -99,27 +89,25 @@ def encode_words(
     the first pieces hold 0, so that the words of a sentence are found again.
     """
     words = _encode([word for sentence in sentences for word in sentence], tokenizer)
-    rows: list[list[int]] = []
-    marks: list[list[int]] = []
-    owners: list[int] = []
-    k = 0
+    rows, marks, owners = list[list[int]](), list[list[int]](), list[int]()
+
+    def begin(owner: int) -> None:
+        rows.append([tokenizer.cls_id])
+        marks.append([-1])
+        owners.append(owner)
+
+    word = 0
     for i, sentence in enumerate(sentences):
-        row, mark = [tokenizer.cls_id], [-1]
+        begin(i)
         for j in range(len(sentence)):
-            pieces = words.of(k).tolist() or [tokenizer.unk_id]
-            pieces = pieces[: length - 2]
-            if len(row) + len(pieces) > length - 1:
-                rows.append([*row, tokenizer.sep_id])
-                marks.append([*mark, -1])
-                owners.append(i)
-                row, mark = [tokenizer.cls_id], [-1]
-            row += pieces
-            mark += [labels[i][j] if labels else 0, *[-1] * (len(pieces) - 1)]
-            k += 1
-        rows.append([*row, tokenizer.sep_id])
-        marks.append([*mark, -1])
-        owners.append(i)
-    return marked(rows, marks, owners, tokenizer, length)
+            pieces = (words.of(word).tolist() or [tokenizer.unk_id])[: length - 2]
+            word += 1
+            if len(rows[-1]) + len(pieces) > length - 1:
+                begin(i)
+            rows[-1] += pieces
+            marks[-1] += [labels[i][j] if labels else 0, *[-1] * (len(pieces) - 1)]
+    closed, ends = [[*row, tokenizer.sep_id] for row in rows], [[*mark, -1] for mark in marks]
+    return marked(closed, ends, owners, tokenizer, length)
 
 
 def marked(

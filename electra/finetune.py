@@ -21,9 +21,9 @@ import itertools
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ from .encoder import Embeddings, Encoder
 from .errors import CorruptError, ElectraError, NumericError, Stopped, StopRequest
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
 from .files import exclusive, json_bytes, read_json, reading, write_atomic
-from .heads import LinearSpanHead, SpanHead, TaskModel, build_head, initialise_head
+from .heads import TaskModel, build_head, empty_model, initialise_head
 from .hf import LoadedEncoder, export_finetuned
 from .optim import Adam, learning_rate
 from .randomness import SeededDropout
@@ -72,19 +72,17 @@ def resolve(config: FinetuneConfig, encoder: EncoderConfig, task: Task) -> Finet
     else:
         rate, decay = 5e-5, 0.9
 
-    def chosen(value: Any, default: Any) -> Any:
-        return default if value is None else value
-
-    return dataclasses.replace(
-        config,
-        learning_rate=chosen(config.learning_rate, rate),
-        layer_decay=chosen(config.layer_decay, decay),
-        epochs=chosen(config.epochs, float(task.epochs)),
-        length=min(chosen(config.length, task.length), encoder.max_positions),
-        both_orders=chosen(config.both_orders, task.both_orders),
-        dropout=chosen(config.dropout, encoder.dropout),
-        attention_dropout=chosen(config.attention_dropout, encoder.attention_dropout),
-    )
+    defaults = {
+        "learning_rate": rate,
+        "layer_decay": decay,
+        "epochs": float(task.epochs),
+        "both_orders": task.both_orders,
+        "dropout": encoder.dropout,
+        "attention_dropout": encoder.attention_dropout,
+    }
+    unset: dict[str, Any] = {n: v for n, v in defaults.items() if getattr(config, n) is None}
+    length = min(config.length or task.length, encoder.max_positions)
+    return dataclasses.replace(config, length=length, **unset)
 
 
 def layer_multipliers(
@@ -95,42 +93,28 @@ def layer_multipliers(
     one_each: the top layer has level 1, the embeddings L + 1. released: the code still counts a
     pooler that is not there, so the top layer has level 2 and the embeddings L + 2.
     """
-    L = model.encoder.config.layers
-    gap = 1 if levels == "released" else 0
-    result: dict[str, float] = {}
-    for name, _ in model.named_parameters():
+    L, gap = model.encoder.config.layers, int(levels == "released")
+
+    def level(name: str) -> int:
+        if name.startswith("head."):
+            return 0
         if name.startswith("encoder.blocks."):
-            level = L - int(name.split(".")[2]) + gap
-        else:
-            level = 0 if name.startswith("head.") else L + 1 + gap
-        result[name] = decay**level
-    return result
+            return L - int(name.split(".")[2]) + gap
+        return L + 1 + gap
+
+    return {name: decay ** level(name) for name, _ in model.named_parameters()}
 
 
 # ---------------------------------------------------------------------- data of a task
 
 
-class Data(Protocol):
-    """What training needs to know of a task."""
-
-    task: Task
-    train: Features
-    splits: dict[str, Features]  # the first one is reported
-
-    @property
-    def outputs(self) -> int: ...
-    def score(self, split: str, predictions: Predictions) -> dict[str, float]: ...
-    def failed(self, split: str, predictions: Predictions) -> bool: ...
-    def ensemble(self, predictions: Sequence[Predictions]) -> Predictions | None: ...
-    def write_test(self, split: str, predictions: Predictions, out: Path) -> None: ...
-
-
 class TextData:
-    """Classification, regression and tagging."""
+    """Classification, regression and tagging. What training asks of it, SquadData has as well."""
 
     def __init__(self, loaded: Loaded, tokenizer: Tokenizer, config: FinetuneConfig) -> None:
         """config: resolved."""
         self.task, self.examples = loaded.task, loaded.splits
+        self.outputs = 1 if self.task.kind == "regression" else len(self.task.labels)
         self._tokenizer, self._length = tokenizer, config.length or loaded.task.length
         train = loaded.splits["train"]
         if config.max_train is not None:
@@ -139,20 +123,17 @@ class TextData:
             swapped = [(b, a) for a, b in train.texts]
             train = Examples(train.texts + swapped, train.labels * 2, train.ids * 2)
         self.train = self.encode(train)
+        # The first one is reported.
         self.splits = {n: self.encode(e) for n, e in loaded.splits.items() if n != "train"}
-
-    @property
-    def outputs(self) -> int:
-        return 1 if self.task.kind == "regression" else len(self.task.labels)
 
     def encode(self, examples: Examples) -> Features:
         if self.task.kind == "tagging":
             return encode_words(examples.texts, examples.labels, self._tokenizer, self._length)
-        if self.task.kind == "regression":
-            known = np.array(examples.labels, np.float32) / self.task.scale
-        else:
-            known = np.array(examples.labels, np.int64)
-        labels = known if examples.labels else np.zeros(len(examples.texts), known.dtype)
+        is_number = self.task.kind == "regression"
+        known = examples.labels or [0] * len(examples.texts)
+        labels = np.array(known, np.float32 if is_number else np.int64)
+        if is_number:
+            labels /= self.task.scale
         return encode_texts(examples.texts, labels, self._tokenizer, self._length)
 
     def answers(self, predictions: Predictions, features: Features) -> list[Any]:
@@ -169,17 +150,13 @@ class TextData:
         return [best[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
     def score(self, split: str, predictions: Predictions) -> dict[str, float]:
-        labels = self.examples[split].labels
-        if not labels:
+        if not (labels := self.examples[split].labels):
             return {}
         return metrics.score(self.task, self.answers(predictions, self.splits[split]), labels)
 
     def failed(self, split: str, predictions: Predictions) -> bool:
-        return metrics.is_degenerate(
-            self.task,
-            self.answers(predictions, self.splits[split]),
-            self.examples[split].labels,
-        )
+        answers, labels = self.answers(predictions, self.splits[split]), self.examples[split].labels
+        return metrics.is_degenerate(self.task, answers, labels)
 
     def ensemble(self, predictions: Sequence[Predictions]) -> Predictions | None:
         """Mean probability of each class, or mean value."""
@@ -191,9 +168,8 @@ class TextData:
         return {"logits": logits.mean(0)}
 
     def write_test(self, split: str, predictions: Predictions, out: Path) -> None:
-        answers = self.answers(predictions, self.splits[split])
-        out.mkdir(parents=True, exist_ok=True)
-        tasks.write_predictions(self.task, split, self.examples[split].ids, answers, out)
+        answers, ids = self.answers(predictions, self.splits[split]), self.examples[split].ids
+        tasks.write_predictions(self.task, split, ids, answers, out)
 
 
 class SquadData:
@@ -207,7 +183,8 @@ class SquadData:
         config: FinetuneConfig,
     ) -> None:
         """config: resolved."""
-        self.task, self.questions = task, questions
+        self.task, self.questions, self.outputs = task, questions, 2
+        self._threshold = squad.RELEASED_THRESHOLD if task.name == "squad2" else None
         length = config.length or task.length
         train = questions["train"][: config.max_train]
         self.train, _ = squad.windows(train, tokenizer, length=length, training=True)
@@ -215,17 +192,8 @@ class SquadData:
         self._windows: dict[str, list[squad.Window]] = {}
         for name, asked in questions.items():
             if name != "train":
-                self.splits[name], self._windows[name] = squad.windows(
-                    asked, tokenizer, length=length, training=False
-                )
-
-    @property
-    def outputs(self) -> int:
-        return 2
-
-    @property
-    def _threshold(self) -> float | None:
-        return squad.RELEASED_THRESHOLD if self.task.name == "squad2" else None
+                found = squad.windows(asked, tokenizer, length=length, training=False)
+                self.splits[name], self._windows[name] = found
 
     def _answers(self, split: str, predictions: Predictions) -> squad.Answers:
         return squad.answers(self.questions[split], self._windows[split], predictions)
@@ -249,6 +217,9 @@ class SquadData:
 
     def write_test(self, split: str, predictions: Predictions, out: Path) -> None:
         squad.write_predictions(out, self._answers(split, predictions), self._threshold)
+
+
+Data = TextData | SquadData
 
 
 # ---------------------------------------------------------------------- the trainer
@@ -281,7 +252,12 @@ class Trainer:
         network = Encoder(settings, Embeddings(settings, encoder.vocab_size))
         self.model = TaskModel(network, self._new_head()).to(runtime.device)
         if runtime.compiled:
-            compile_blocks(network)
+            # The block once, for all its copies and all lengths: that takes a fraction of the time
+            # of compiling the whole step, and what lies around the blocks hardly matters. They
+            # differ in the number of their dropout site, which makes no other program here.
+            torch._dynamo.config.allow_unspec_int_on_nn_module = True  # pyright: ignore[reportPrivateImportUsage]
+            for block in network.blocks:
+                block.compile(dynamic=True)
         self.optimizer = Adam(
             self.model,
             config.optim,
@@ -422,19 +398,6 @@ class Trainer:
         return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
 
-def compile_blocks(encoder: Encoder) -> None:
-    """Compile the encoder's block once, for all its copies and all lengths.
-
-    That takes a fraction of the time of compiling the whole step, and what lies around the blocks
-    hardly matters.
-    """
-    # Blocks differ in the number of their dropout site, which the compiler would take for another
-    # program in each of them.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # pyright: ignore[reportPrivateImportUsage]
-    for block in encoder.blocks:
-        block.compile(dynamic=True)
-
-
 @torch.no_grad()
 def predict(
     model: TaskModel,
@@ -453,137 +416,203 @@ def predict(
         return {}
     data = DeviceFeatures(features, device)
     order = np.argsort(features.lengths, kind="stable")
-    per_row: dict[str, list[NDArray[Any]]] = {}
     # Beams have the same size in every batch only if no batch is shorter than a beam.
-    shortest = model.head.beam if isinstance(model.head, SpanHead | LinearSpanHead) else 0
+    shortest = model.head.options.get("beam", 0)
     step = 8 if device.type == "cuda" else 1  # its attention kernels want that
     widest, lengths, end = features.tokens.shape[1], features.lengths[order], 0
+    found: dict[str, list[NDArray[Any]]] = {}  # row by row
     while end < len(order):
         begin, end = end, end + 1
         while end < min(begin + batch, len(order)) and (
             padding is None or (end - begin) * (lengths[end] - lengths[end - 1]) <= padding
         ):
             end += 1
-        rows = order[begin:end]
         needed = max(shortest, -(-int(lengths[end - 1]) // step) * step)
-        cut = data.batch(torch.from_numpy(rows).to(device), min(needed, widest))
+        rows = torch.from_numpy(order[begin:end]).to(device)
         with torch.compiler.set_stance("force_eager"):
-            found_now = model.predict(cut)
-        for name, scores in found_now.items():
-            array = scores.float().cpu().numpy() if scores.is_floating_point() else scores.cpu()
-            per_row.setdefault(name, []).extend(np.asarray(array))
-    back = np.argsort(order)
-    result: Predictions = {}
-    for name, found in per_row.items():
-        in_order = [found[j] for j in back]
-        if "labels" in features.targets:  # tagging: the first piece of each word
-            first = features.targets["labels"] >= 0
-            in_order = [row[first[i, : len(row)]] for i, row in enumerate(in_order)]
-            result[name] = np.concatenate(in_order)
-        else:
-            result[name] = np.stack(in_order)
-    return result
+            said = model.predict(data.batch(rows, min(needed, widest)))
+        for name, scores in said.items():
+            scores = scores.float() if scores.is_floating_point() else scores
+            found.setdefault(name, []).extend(scores.cpu().numpy())
+    back, labels = np.argsort(order), features.targets.get("labels")
+    in_order = {name: [rows[j] for j in back] for name, rows in found.items()}
+    if labels is None:
+        return {name: np.stack(rows) for name, rows in in_order.items()}
+    first = labels >= 0  # tagging: the first piece of each word
+    return {
+        name: np.concatenate([row[mark[: len(row)]] for row, mark in zip(rows, first, strict=True)])
+        for name, rows in in_order.items()
+    }
 
 
 # ---------------------------------------------------------------------- a run
 
 
 def finetune(
-    config: FinetuneConfig,
-    encoder: LoadedEncoder,
-    data: Data,
-    out: Path,
-    *,
-    quiet: bool = False,
+    config: FinetuneConfig, encoder: LoadedEncoder, data: Data, out: Path, *, quiet: bool = False
 ) -> dict[str, Any]:
     """All seeds of one task; the same call again continues. Returns what results.json holds.
 
     config: resolved. Raises Stopped after a signal, once everything is saved.
     """
-    record_path = out / "finetune.json"
-    before = read_json(record_path)
+    before = read_json(out / "finetune.json")
     steps = len(data.train) / config.batch_size * (config.epochs or 1) * config.seeds
-    compiled = config.compile
-    if compiled == "auto" and steps < _COMPILE_FROM:
-        compiled = "no"
+    pays = config.compile != "auto" or steps >= _COMPILE_FROM
+    names = ("device", "precision", "deterministic", "threads")
+    same = {name: getattr(config, name) for name in names}
     runtime = runtimes.start(
-        RunConfig(
-            device=config.device,
-            precision=config.precision,
-            compile=compiled,
-            deterministic=config.deterministic,
-            threads=config.threads,
-        ),
-        threads=before.get("threads"),
+        RunConfig(compile=config.compile if pays else "no", **same), threads=before.get("threads")
     )
+    run = _Run(config, encoder, data, runtime, out)
     with exclusive(out), StopRequest() as stop:
-        _enter_run(before, config, encoder, data, runtime, record_path)
-        seeds = range(config.seed, config.seed + config.seeds)
-        done = {seed: _read_result(out, seed) for seed in seeds}
-        left = [seed for seed in seeds if not done[seed]]
-        for seed in set(seeds) - set(left):  # a kill may have come before they were deleted
-            shutil.rmtree(out / f"seed-{seed}" / "checkpoints", ignore_errors=True)
+        run.enter(before)
+        done = {seed: run.result(seed) for seed in run.seeds}
+        left = [seed for seed in run.seeds if not done[seed]]
+        for seed in set(run.seeds) - set(left):  # a kill may have come before they were deleted
+            shutil.rmtree(run.place(seed) / "checkpoints", ignore_errors=True)
         if left:
-            _keep_finished(out, {seed for seed in seeds if done[seed]})
-            log = RunLog(out, active=True, from_step=len(seeds) * 10**9, quiet=quiet)
+            _keep_finished(out, {seed for seed in run.seeds if done[seed]})
+            log = RunLog(out, active=True, from_step=config.seeds * 10**9, quiet=quiet)
             try:
-                done |= _train_seeds(config, encoder, data, runtime, left, out, log, stop)
+                done |= _train_seeds(run, left, log, stop)
             finally:
                 log.close()
-        return _finish(config, encoder, data, [done[seed] for seed in seeds], runtime, out)
+        return run.finish([done[seed] for seed in run.seeds])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A fine-tuning and its directory."""
+
+    config: FinetuneConfig  # resolved
+    encoder: LoadedEncoder
+    data: Data
+    runtime: Runtime
+    out: Path
+
+    @property
+    def seeds(self) -> range:
+        return range(self.config.seed, self.config.seed + self.config.seeds)
+
+    def place(self, seed: int) -> Path:
+        return self.out / f"seed-{seed}"
+
+    def result(self, seed: int) -> dict[str, Any]:
+        """What a finished seed left, or nothing."""
+        return read_json(self.place(seed) / "result.json", fix=_again(self.place(seed)))
+
+    def _facts(self) -> dict[str, Any]:
+        """What is said of the run at its beginning and at its end."""
+        return {
+            "format": 1,
+            "version": __version__,
+            "settings": to_dict(self.config),
+            "task": json.loads(json_bytes(to_dict(self.data.task))),
+            "model": self.encoder.description,
+            "environment": self.runtime.describe(),
+        }
+
+    def enter(self, before: dict[str, Any]) -> None:
+        """Write what the run is, or make sure that the one in the directory is the same."""
+        path = self.out / "finetune.json"
+        record: dict[str, Any] = self._facts() | {
+            "encoder": self.encoder.fingerprint,
+            "tokenizer": self.encoder.tokenizer.hash,
+            "data": _fingerprint([self.data.train, *self.data.splits.values()]),
+            "threads": self.runtime.threads,
+        }
+        if before:
+            with reading(path):
+                changed = differences(before["settings"], record["settings"])
+            forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
+            for key in ("task", "encoder", "tokenizer", "data"):
+                if before.get(key) != record[key]:
+                    forbidden.append(f"another {key if key != 'encoder' else 'model'}")
+            if forbidden:
+                what = "This directory holds a fine-tuning with other settings: "
+                fix = "give the settings it began with, or choose another --out"
+                what += "; ".join(forbidden) + "."
+                raise ElectraError(what, where=str(self.out), fix=fix)
+        write_atomic(path, json_bytes(record, indent=1))
+
+    def finish(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """Summary, ensemble, test files and the exported model."""
+        data, best = self.data, _best(results)
+        predictions = [_read_predictions(self.place(r["seed"])) for r in results]
+        mine = predictions[results.index(best)]
+        ensemble: dict[str, dict[str, float]] = {}
+        for split in data.splits:
+            of_split = [p[split] for p in predictions if split in p]
+            together = data.ensemble(of_split) if len(results) > 1 and of_split else None
+            if together is not None and (scores := data.score(split, together)):
+                ensemble[split] = scores
+            # Without labels it is a test set; the answers to SQuAD's are wanted for its dev set.
+            if split in mine and (split not in best["scores"] or data.task.kind == "qa"):
+                data.write_test(split, together or mine[split], self.out / "test")
+        scores = [r["score"] for r in results]
+        record = self._facts() | {
+            "train_rows": len(data.train),
+            "seeds": results,
+            "summary": metrics.summary(scores, [bool(r["failed"]) for r in results]),
+            "ensemble": ensemble or None,
+        }
+        model = self.out / "model"
+        if read_json(self.out / "results.json") != record or not model.exists():
+            self._export(self.place(best["seed"]) / "weights.safetensors", model, record)
+            write_atomic(self.out / "results.json", json_bytes(record, indent=1))
+        return record
+
+    def _export(self, weights: Path, out: Path, results: dict[str, Any]) -> None:
+        config, task, e = self.config, self.data.task, self.encoder
+        model = empty_model(task.kind, e.config, e.vocab_size, self.data.outputs, config.head)
+        with _whole(weights):
+            model.load_state_dict(load_tensors(weights), assign=True)
+        length = config.length or task.length
+        told: dict[str, Any] = {"results": results, "length": length, "run": self.out}
+        export_finetuned(model, task, config.head, e.tokenizer, out, **told)
 
 
 def _train_seeds(
-    config: FinetuneConfig,
-    encoder: LoadedEncoder,
-    data: Data,
-    runtime: Runtime,
-    seeds: Sequence[int],
-    out: Path,
-    log: RunLog,
-    stop: StopRequest,
+    run: _Run, seeds: Sequence[int], log: RunLog, stop: StopRequest
 ) -> dict[int, dict[str, Any]]:
     """Train and score these seeds, on a GPU several at once; their results."""
+    config, data, runtime = run.config, run.data, run.runtime
     on_gpu = runtime.device.type == "cuda"
     at_once = min(len(seeds), config.at_once or _AT_ONCE) if on_gpu else 1
     features = DeviceFeatures(data.train, runtime.device)
-    idle = [
-        Trainer(encoder, data.train, data.task, data.outputs, config, runtime, data=features)
-        for _ in range(at_once)
-    ]
+    told = (run.encoder, data.train, data.task, data.outputs, config, runtime)
+    idle = [Trainer(*told, data=features) for _ in range(at_once)]
     waiting, running = list(seeds), list[_SeedRun]()
     done: dict[int, dict[str, Any]] = {}
-    total, begin = len(seeds) * idle[0].steps, time.perf_counter()
+    each, begin = idle[0].steps, time.perf_counter()  # steps of a seed
     steps, last_look = 0, begin
     while waiting or running:
         while waiting and idle:
-            running.append(_SeedRun(idle.pop(), waiting.pop(0), out, config, log))
-        for run in running:
-            run.trainer.step()
+            running.append(_SeedRun(run, idle.pop(), waiting.pop(0), log))
+        for seed in running:
+            seed.trainer.step()
             steps += 1
         now = time.perf_counter()
         if now - last_look > 0.5:
             last_look = now
             rate = steps / (now - begin)
-            ahead = sum(r.trainer.steps - r.trainer.step_number for r in running)
-            ahead += len(waiting) * running[0].trainer.steps
-            shown = ", ".join(str(run.seed) for run in running)
+            ahead = sum(each - s.trainer.step_number for s in running) + len(waiting) * each
             log.progress(
-                1 - ahead / total,
-                f"{data.task.name} seed {shown}  step {running[0].trainer.step_number:,} of "
-                f"{running[0].trainer.steps:,}  {rate * config.batch_size:,.0f} examples/s  "
-                f"left {ahead / rate:,.0f} s",
+                1 - ahead / (len(seeds) * each),
+                f"{data.task.name} seed {', '.join(str(s.seed) for s in running)}  "
+                f"step {running[0].trainer.step_number:,} of {each:,}  "
+                f"{rate * config.batch_size:,.0f} examples/s  left {ahead / rate:,.0f} s",
             )
         stopping = stop()  # looked at once: a signal from here on is seen after the next step
-        for run in list(running):
-            run.save_if_due(now, stopping=stopping)
-            if run.trainer.step_number == run.trainer.steps:
-                done[run.seed] = run.finish(data, log, at_once)
-                running.remove(run)
-                idle.append(run.trainer)
+        for seed in list(running):
+            seed.save_if_due(now, stopping=stopping)
+            if seed.trainer.step_number == each:
+                done[seed.seed] = seed.finish(at_once)
+                running.remove(seed)
+                idle.append(seed.trainer)
         if stopping and running:
-            for run in running:
-                run.saver.wait()
+            for seed in running:
+                seed.saver.wait()
             raise Stopped
     return done
 
@@ -591,32 +620,31 @@ def _train_seeds(
 class _SeedRun:
     """One seed on its way through a trainer."""
 
-    def __init__(
-        self, trainer: Trainer, seed: int, out: Path, config: FinetuneConfig, log: RunLog
-    ) -> None:
-        self.trainer, self.seed, self.config = trainer, seed, config
-        self.out, self.here = out, out / f"seed-{seed}"
-        self.saver = Saver(self.here / "checkpoints", keep=1)
+    def __init__(self, run: _Run, trainer: Trainer, seed: int, log: RunLog) -> None:
+        self.run, self.trainer, self.seed, self.log = run, trainer, seed, log
+        self.here = run.place(seed)
+        checkpoints = self.here / "checkpoints"
+        self.saver = Saver(checkpoints, keep=1)
         self.spent = 0.0
         trainer.begin(seed)
-        saved = load_newest(self.here / "checkpoints", warn=log.warn)
+        saved = load_newest(checkpoints, warn=log.warn)
         if saved is not None:
-            with reading(self.here / "checkpoints" / f"step-{saved.step:08d}"):
+            with reading(checkpoints / f"step-{saved.step:08d}"):
                 trainer.load(saved.tensors, saved.step)
                 self.spent = float(saved.state["seconds"])
         self.since = self.last_save = time.perf_counter()
 
     def save_if_due(self, now: float, *, stopping: bool) -> None:
-        step, every = self.trainer.step_number, self.config.save_every
+        step, every = self.trainer.step_number, self.run.config.save_every
         due = step % every == 0 if every else now - self.last_save > 60
         if (due or stopping) and step < self.trainer.steps:
             self.last_save = now
             state = {"seconds": self.spent + now - self.since}
             self.saver.save(step, self.trainer.state(), state)
 
-    def finish(self, data: Data, log: RunLog, at_once: int) -> dict[str, Any]:
+    def finish(self, at_once: int) -> dict[str, Any]:
         """Score the seed and write everything about it; returns what its result.json holds."""
-        trainer, config = self.trainer, self.config
+        trainer, config, data = self.trainer, self.run.config, self.run.data
         self.saver.wait()
         trainer.wait()
         seconds = self.spent + time.perf_counter() - self.since
@@ -626,50 +654,53 @@ class _SeedRun:
         }
         reported = next(iter(data.splits))
         scores = {split: data.score(split, found) for split, found in predictions.items()}
-        bad = int(trainer.optimizer.bad_steps)
         result: dict[str, Any] = {
             "seed": self.seed,
             "score": scores[reported][data.task.metric],
             "failed": data.failed(reported, predictions[reported]),
             "scores": {split: values for split, values in scores.items() if values},
             "steps": trainer.steps,
-            "bad_steps": bad,
+            "bad_steps": int(trainer.optimizer.bad_steps),
             "seconds": round(seconds, 3),
             "seeds_at_once": at_once,
             "examples_per_second": round(trainer.steps * config.batch_size / seconds, 1),
         }
-        first = (self.seed - config.seed) * trainer.steps
-        losses = trainer.losses.cpu()
-        for i, part in enumerate(losses.split(20)):
-            values = {"seed": self.seed, "loss": float(part.mean())}
-            log.write("train", first + min(20 * i + 20, trainer.steps), values)
-        log.write("eval", first + trainer.steps, {"seed": self.seed, **scores[reported]})
-        log.note(
-            f"{data.task.name} seed {self.seed}: {data.task.metric} {100 * result['score']:.2f}"
-            + (" (failed: it learned nothing)" if result["failed"] else "")
-            + f" · {seconds:.1f} s, {result['examples_per_second']:,.0f} examples/s"
-            + (f", {at_once} seeds at once" if at_once > 1 else "")
-        )
-        if bad:
-            log.warn(f"{bad} steps gave a gradient that is not finite; they were left out")
+        self._tell(result, scores[reported])
         flat = {
             f"{split}.{name}": np.ascontiguousarray(array)  # safetensors overlooks strides
             for split, found in predictions.items()
             for name, array in found.items()
         }
         write_atomic(self.here / "predictions.safetensors", arrays_bytes(flat))
-        seeds = range(config.seed, config.seed + config.seeds)
-        others = [_read_result(self.out, s) for s in seeds]
+        others = [self.run.result(seed) for seed in self.run.seeds]
         is_best = _best([*filter(None, others), result]) is result
         if config.keep == "all" or is_best:
             write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
         write_atomic(self.here / "result.json", json_bytes(result, indent=1))
         if config.keep == "best" and is_best:
-            for path in self.out.glob("seed-*/weights.safetensors"):
+            for path in self.run.out.glob("seed-*/weights.safetensors"):
                 if path.parent != self.here:
                     path.unlink()
         shutil.rmtree(self.here / "checkpoints")
         return result
+
+    def _tell(self, result: dict[str, Any], scores: dict[str, float]) -> None:
+        """The seed's losses and scores, in the metrics and on the screen."""
+        trainer, task, log = self.trainer, self.run.data.task, self.log
+        first = (self.seed - self.run.config.seed) * trainer.steps
+        for i, part in enumerate(trainer.losses.cpu().split(20)):
+            values = {"seed": self.seed, "loss": float(part.mean())}
+            log.write("train", first + min(20 * i + 20, trainer.steps), values)
+        log.write("eval", first + trainer.steps, {"seed": self.seed, **scores})
+        at_once = result["seeds_at_once"]
+        log.note(
+            f"{task.name} seed {self.seed}: {task.metric} {100 * result['score']:.2f}"
+            + (" (failed: it learned nothing)" if result["failed"] else "")
+            + f" · {result['seconds']:.1f} s, {result['examples_per_second']:,.0f} examples/s"
+            + (f", {at_once} seeds at once" if at_once > 1 else "")
+        )
+        if bad := result["bad_steps"]:
+            log.warn(f"{bad} steps gave a gradient that is not finite; they were left out")
 
 
 def _keep_finished(out: Path, seeds: set[int]) -> None:
@@ -684,104 +715,6 @@ def _best(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return max(results, key=lambda r: (r["score"], -r["seed"]))
 
 
-def _finish(
-    config: FinetuneConfig,
-    encoder: LoadedEncoder,
-    data: Data,
-    results: list[dict[str, Any]],
-    runtime: Runtime,
-    out: Path,
-) -> dict[str, Any]:
-    """Summary, ensemble, test files and the exported model."""
-    best = _best(results)
-    predictions = [_read_predictions(out / f"seed-{r['seed']}") for r in results]
-    ensemble: dict[str, dict[str, float]] = {}
-    combined: dict[str, Predictions | None] = {}
-    for split in data.splits:
-        of_split = [p[split] for p in predictions if split in p]
-        combined[split] = data.ensemble(of_split) if len(results) > 1 and of_split else None
-        if (together := combined[split]) is not None and (scores := data.score(split, together)):
-            ensemble[split] = scores
-    record: dict[str, Any] = {
-        "format": 1,
-        "version": __version__,
-        "task": json.loads(json_bytes(to_dict(data.task))),
-        "model": encoder.description,
-        "settings": to_dict(config),
-        "train_rows": len(data.train),
-        "seeds": results,
-        "summary": metrics.summary(
-            [r["score"] for r in results], [bool(r["failed"]) for r in results]
-        ),
-        "ensemble": ensemble or None,
-        "environment": runtime.describe(),
-    }
-    mine = predictions[results.index(best)]
-    for split in data.splits:
-        # Without labels it is a test set; the answers to SQuAD's are wanted for its dev set too.
-        if split in mine and (split not in best["scores"] or data.task.kind == "qa"):
-            data.write_test(split, combined[split] or mine[split], out / "test")
-    model = out / "model"
-    if read_json(out / "results.json") != record or not model.exists():
-        head = build_head(data.task.kind, encoder.config, data.outputs, config.head)
-        with torch.device("meta"):
-            network = Encoder(encoder.config, Embeddings(encoder.config, encoder.vocab_size))
-        task_model = TaskModel(network, head)
-        weights = _read_weights(out / f"seed-{best['seed']}" / "weights.safetensors")
-        task_model.load_state_dict(weights, assign=True)
-        export_finetuned(
-            task_model,
-            data.task,
-            config.head,
-            encoder.tokenizer,
-            model,
-            results=record,
-            length=config.length or data.task.length,
-            run=out,
-        )
-        write_atomic(out / "results.json", json_bytes(record, indent=1))
-    return record
-
-
-def _enter_run(
-    before: dict[str, Any],
-    config: FinetuneConfig,
-    encoder: LoadedEncoder,
-    data: Data,
-    runtime: Runtime,
-    path: Path,
-) -> None:
-    """Write what the run is, or make sure that the one in the directory is the same."""
-    record: dict[str, Any] = {
-        "format": 1,
-        "version": __version__,
-        "settings": to_dict(config),
-        "task": json.loads(json_bytes(to_dict(data.task))),
-        "model": encoder.description,
-        "encoder": encoder.fingerprint,
-        "tokenizer": encoder.tokenizer.hash,
-        "data": _fingerprint([data.train, *data.splits.values()]),
-        "environment": runtime.describe(),
-        "threads": runtime.threads,
-    }
-    if before:
-        with reading(path):
-            changed = differences(before["settings"], record["settings"])
-        forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
-        for key in ("task", "encoder", "tokenizer", "data"):
-            if before.get(key) != record[key]:
-                forbidden.append(f"another {key if key != 'encoder' else 'model'}")
-        if forbidden:
-            raise ElectraError(
-                "This directory holds a fine-tuning with other settings: "
-                + "; ".join(forbidden)
-                + ".",
-                where=str(path.parent),
-                fix="give the settings it began with, or choose another --out",
-            )
-    write_atomic(path, json_bytes(record, indent=1))
-
-
 def _fingerprint(features: Sequence[Features]) -> str:
     digest = hashlib.sha256()
     for part in features:
@@ -791,35 +724,25 @@ def _fingerprint(features: Sequence[Features]) -> str:
     return digest.hexdigest()
 
 
-def _read_result(out: Path, seed: int) -> dict[str, Any]:
-    """What a finished seed left, or nothing."""
-    path = out / f"seed-{seed}" / "result.json"
-    return read_json(path, fix=f"delete {path.parent}; the same command trains this seed again")
-
-
 def _read_predictions(directory: Path) -> dict[str, Predictions]:
     path = directory / "predictions.safetensors"
-    try:
-        flat = load_arrays(path)
-    except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
     result: dict[str, Predictions] = {}
-    for key, array in flat.items():
-        split, _, name = key.partition(".")
-        result.setdefault(split, {})[name] = array
+    with _whole(path):
+        for key, array in load_arrays(path).items():
+            split, _, name = key.partition(".")
+            result.setdefault(split, {})[name] = array
     return result
 
 
-def _read_weights(path: Path) -> dict[str, Tensor]:
+@contextlib.contextmanager
+def _whole(path: Path) -> Generator[None]:
+    """What cannot be read of a file that a seed left is no reason to lose the others."""
     try:
-        return load_tensors(path)
+        yield
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+        what = f"The file cannot be read: {error}."
+        raise CorruptError(what, where=str(path), fix=_again(path.parent)) from error
 
 
-def _damaged(path: Path, error: Exception) -> CorruptError:
-    return CorruptError(
-        f"The file cannot be read: {error}.",
-        where=str(path),
-        fix=f"delete {path.parent}; the same command trains this seed again",
-    )
+def _again(directory: Path) -> str:
+    return f"delete {directory}; the same command trains this seed again"

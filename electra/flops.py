@@ -49,12 +49,9 @@ KINDS: dict[str, tuple[Pass, ...]] = {
 class Work(NamedTuple):
     """Operations of a forward pass, per token."""
 
-    products: float = 0
-    """Matrix products: what the matrix units must do."""
-    other: float = 0
-    """Element by element, by the paper's costs, and one-hot products for position and segment."""
-    words: float = 0
-    """Look-up of the word embeddings as a product of one-hot rows with the whole table."""
+    products: float = 0  # of matrices: what the matrix units must do
+    other: float = 0  # element by element; one-hot products for position and segment
+    words: float = 0  # look-up of the word embeddings as one-hot rows times the whole table
 
 
 def matmul_flops_per_token(config: PretrainConfig, vocab_size: int) -> float:
@@ -116,11 +113,10 @@ def _runs(config: PretrainConfig, network: str) -> tuple[float, float]:
     """In which share of the steps a network runs, and in which it learns."""
     if config.objective.algorithm == "two_stage":
         return (1, 0.5) if network == "generator" else (0.5, 0.5)
-    if network == "generator":
-        if config.generator.kind != "network":
-            return 0, 0
-        return 1, float(not config.generator.frozen)
-    return 1, 1
+    if network == "encoder":
+        return 1, 1
+    is_network = config.generator.kind == "network"
+    return float(is_network), float(is_network and not config.generator.frozen)
 
 
 def _add(a: Work, b: Work, times: float = 1) -> Work:
@@ -144,9 +140,8 @@ def _encoder(c: EncoderConfig, T: int, vocab_size: int) -> Work:
     block = Work(projections + scores_and_average + feed_forward, attention + inside)
     project = Work(2 * E * D, D * ADD) if E != D else Work()
     position_and_segment = 2 * E * (T + 2) + 2 * E * ADD
-    embeddings = Work(
-        other=position_and_segment + E * (LAYER_NORM + DROPOUT), words=2 * E * vocab_size
-    )
+    other = position_and_segment + E * (LAYER_NORM + DROPOUT)
+    embeddings = Work(other=other, words=2 * E * vocab_size)
     return _add(_add(embeddings, project), block, c.layers)
 
 

@@ -6,6 +6,8 @@ import csv
 import io
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,17 +23,13 @@ from .finetune import Data, SquadData, TextData, finetune, predict, resolve
 from .hf import FineTuned, LoadedEncoder, load_encoder, load_finetuned
 from .tasks import Examples, Task
 
+_questions = partial(Task, kind="qa", texts=("question", "context"), epochs=2, length=512)
 SQUAD = {
-    name: Task(
-        name=name, kind="qa", metric=metric, texts=("question", "context"), epochs=2, length=512
-    )
-    for name, metric in (("squad1", "f1"), ("squad2", "best_f1"))
+    "squad1": _questions(name="squad1", metric="f1"),
+    "squad2": _questions(name="squad2", metric="best_f1"),
 }
 _MNLI_HELPS = ("rte", "stsb")  # the paper starts these from the MNLI model (appendix B)
-_MANY_FULL, _MANY_UNKNOWN = (
-    0.05,
-    0.01,
-)  # shares of rows that are cut, of unknown tokens, that are said
+_MANY_FULL, _MANY_UNKNOWN = 0.05, 0.01  # shares of cut rows and unknown tokens that are told
 
 
 def finetune_task(
@@ -41,31 +39,17 @@ def finetune_task(
     config: FinetuneConfig,
     *,
     task: str | None = None,
-    texts: Sequence[str] = (),
-    label: str | None = None,
-    kind: Literal["classification", "regression", "tagging"] | None = None,
-    dev: Path | None = None,
-    test: Path | None = None,
     quiet: bool = False,
     note: Callable[[str], object] = print,
+    **own: Any,
 ) -> dict[str, Any]:
     """Fine-tune and score one task; returns what results.json holds.
 
-    task: a name of GLUE or SQuAD; without one, `texts` and `label` name columns of the user's data.
+    task: a name of GLUE or SQuAD; without one the data is the user's, and `own` says of it what
+    `tasks.load` takes: texts, label, kind, dev, test.
     """
     encoder = load_encoder(model)
-    settings, prepared = open_data(
-        encoder,
-        data,
-        config,
-        task,
-        texts=texts,
-        label=label,
-        kind=kind,
-        dev=dev,
-        test=test,
-        note=note,
-    )
+    settings, prepared = open_data(encoder, data, config, task, note=note, **own)
     return finetune(settings, encoder, prepared, out, quiet=quiet)
 
 
@@ -76,19 +60,18 @@ def open_data(
     task: str | None,
     *,
     note: Callable[[str], object] = print,
-    **columns: Any,
+    **own: Any,
 ) -> tuple[FinetuneConfig, Data]:
     """The settings with everything decided, and the data in tokens."""
     if task in SQUAD:
-        row = SQUAD[task]
-        settings = resolve(config, encoder.config, row)
+        settings = resolve(config, encoder.config, SQUAD[task])
         version = "squad2" if task == "squad2" else "squad1"
         questions = squad.load(data, version, needed=("train", "dev"))
-        return settings, SquadData(questions, row, encoder.tokenizer, settings)
+        return settings, SquadData(questions, SQUAD[task], encoder.tokenizer, settings)
     if task == "ax":
         note("the diagnostic set has no training set of its own: training on MNLI")
         task = "mnli"
-    loaded = tasks.load(task, data, **columns)
+    loaded = tasks.load(task, data, **own)
     for text in loaded.notes:
         note(text)
     settings = resolve(config, encoder.config, loaded.task)
@@ -97,9 +80,8 @@ def open_data(
     full = float((rows.lengths >= length).mean())
     if loaded.task.kind != "tagging" and full > _MANY_FULL:  # tagging goes on in the next row
         more = "; --length reads more" if length < encoder.config.max_positions else ""
-        note(
-            f"{full:.0%} of the training rows fill all {length} tokens: the rest is not read{more}"
-        )
+        told = f"{full:.0%} of the training rows fill all {length} tokens"
+        note(f"{told}: the rest is not read{more}")
     unknown = float((rows.tokens == encoder.tokenizer.unk_id).sum() / rows.lengths.sum())
     if unknown > _MANY_UNKNOWN:
         note(f"{unknown:.1%} of the tokens are [UNK]: the vocabulary is not one for this text")
@@ -127,30 +109,25 @@ def glue(
     names = [name for name in present if not only or name in only]
     missing = [name for name in only if name not in present]
     if missing or not names:
-        raise ElectraError(
-            f"Not in this folder: {', '.join(missing)}."
-            if missing
-            else "There is no GLUE task here.",
-            where=str(data),
-            fix=f"present: {', '.join(present) or 'none'}; give a folder with CoLA, SST-2, …",
-        )
+        what = "There is no GLUE task here."
+        if missing:
+            what = f"Not in this folder: {', '.join(missing)}."
+        fix = f"present: {', '.join(present) or 'none'}; give a folder with CoLA, SST-2, …"
+        raise ElectraError(what, where=str(data), fix=fix)
     if from_mnli and "mnli" in names:
         names.insert(0, names.pop(names.index("mnli")))
     elif from_mnli and set(names) & set(_MNLI_HELPS) and not (out / "mnli" / "model").is_dir():
-        raise ElectraError(
-            "There is no MNLI model to start from.",
-            where=str(out / "mnli"),
-            fix="add mnli to the tasks, or leave out --from-mnli",
-        )
+        what = "There is no MNLI model to start from."
+        fix = "add mnli to the tasks, or leave out --from-mnli"
+        raise ElectraError(what, where=str(out / "mnli"), fix=fix)
     results: dict[str, dict[str, Any]] = {}
     for name in names:
-        start = out / "mnli" if from_mnli and name in _MNLI_HELPS else model
+        start, here = out / "mnli" if from_mnli and name in _MNLI_HELPS else model, out / name
         if name == "wnli" and wnli == "majority":
-            results[name] = _majority(name, data, out / name)
-            continue
-        results[name] = finetune_task(
-            start, data, out / name, config, task=name, quiet=quiet, note=note
-        )
+            results[name] = _majority(name, data, here)
+        else:
+            told: dict[str, Any] = {"task": name, "quiet": quiet, "note": note}
+            results[name] = finetune_task(start, data, here, config, **told)
     return {name: results[name] for name in present if name in results}
 
 
@@ -201,13 +178,10 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
     else:
         texts = tuple(given.split()) if task.kind == "tagging" else tuple(given.split("\t"))
         if task.kind != "tagging" and len(texts) != len(task.texts):
-            raise ElectraError(
-                f"The model reads {len(task.texts)} texts, given are {len(texts)}.",
-                where="--input",
-                fix="put a tab between the two texts"
-                if len(task.texts) == 2
-                else "leave out the tab",
-            )
+            what = f"The model reads {len(task.texts)} texts, given are {len(texts)}."
+            pair = len(task.texts) == 2
+            fix = "put a tab between the two texts" if pair else "leave out the tab"
+            raise ElectraError(what, where="--input", fix=fix)
         examples = Examples([texts], [], ["0"])
     rows = answer_texts(loaded, examples.texts, device)
     return [{"id": i, **row} for i, row in zip(examples.ids, rows, strict=True)]
@@ -232,31 +206,22 @@ def answer_texts(
     shifted = np.exp(scores - scores.max(-1, keepdims=True))
     probability = shifted / shifted.sum(-1, keepdims=True)
     if task.kind == "classification":
-        return [
-            {"prediction": task.labels[int(p.argmax())], "probability": float(p.max())}
-            for p in probability
-        ]
-    rows: list[dict[str, Any]] = []
-    at = 0
-    for words in texts:
-        tags = [task.labels[int(k)] for k in probability[at : at + len(words)].argmax(-1)]
-        rows.append({"words": list(words), "prediction": tags})
-        at += len(words)
-    return rows
+        best = zip(probability.argmax(-1), probability.max(-1), strict=True)
+        return [{"prediction": task.labels[k], "probability": float(p)} for k, p in best]
+    tags = (task.labels[k] for k in probability.argmax(-1))  # of all words
+    return [{"words": list(words), "prediction": [*islice(tags, len(words))]} for words in texts]
 
 
 def answer_questions(
     loaded: FineTuned, questions: Sequence[squad.Question], device: torch.device, **batches: Any
 ) -> list[dict[str, Any]]:
     """The best span of each question's passage; questions have different ids."""
-    features, windows = squad.windows(
-        questions, loaded.tokenizer, length=loaded.length, training=False
-    )
+    tokenizer, length = loaded.tokenizer, loaded.length
+    features, windows = squad.windows(questions, tokenizer, length=length, training=False)
     scores = predict(loaded.model, features, device, **{"batch": 32, **batches})
     found = squad.answers(questions, windows, scores)
-    return [
-        {"prediction": found.texts[q.id], "no_answer_score": found.null[q.id]} for q in questions
-    ]
+    ids = [question.id for question in questions]
+    return [{"prediction": found.texts[i], "no_answer_score": found.null[i]} for i in ids]
 
 
 def format_rows(rows: Sequence[dict[str, Any]], suffix: str) -> bytes:

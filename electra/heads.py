@@ -15,14 +15,14 @@ can be recorded as a CUDA graph. Shapes: B examples · T tokens · D hidden · C
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .config import EncoderConfig
-from .encoder import Encoder, Rng, dropout, wide
+from .encoder import Embeddings, Encoder, Rng, dropout, wide
 from .errors import ElectraError
 from .features import TaskBatch
 from .tasks import Kind
@@ -40,8 +40,12 @@ _HIDDEN = 512  # of the layers for ends and answerability, whatever the size of 
 class Head(nn.Module):
     """Base of all heads; what they read of `batch.targets` is in their docstrings."""
 
-    form: Form
     only_first = False  # whether h holds the state of [CLS] alone
+
+    def __init__(self, form: Form = "paper", **options: Any):
+        """options: what `build_head` has to be told besides task and form to build this one."""
+        super().__init__()
+        self.form, self.options = form, options
 
     @abstractmethod
     def loss(self, h: Tensor, batch: TaskBatch, rng: Rng | None) -> Tensor:
@@ -58,8 +62,8 @@ class SentenceHead(Head):
     only_first = True
 
     def __init__(self, config: EncoderConfig, outputs: int, form: Form, *, regression: bool):
-        super().__init__()
-        self.form, self.regression, self.p = form, regression, config.dropout
+        super().__init__(form)
+        self.regression, self.p = regression, config.dropout
         D = config.hidden_size
         self.dense = nn.Linear(D, D) if form == "hf" else None
         self.out = nn.Linear(D, outputs)
@@ -90,9 +94,8 @@ class TaggingHead(Head):
     """
 
     def __init__(self, config: EncoderConfig, outputs: int, form: Form):
-        super().__init__()
-        self.form, self.p = form, config.dropout
-        self.out = nn.Linear(config.hidden_size, outputs)
+        super().__init__(form)
+        self.p, self.out = config.dropout, nn.Linear(config.hidden_size, outputs)
 
     def logits(self, h: Tensor, rng: Rng | None) -> Tensor:
         """(B, T, C)"""
@@ -125,9 +128,8 @@ class SpanHead(Head):
     """
 
     def __init__(self, config: EncoderConfig, end: End, answerable: Answerability, beam: int):
-        super().__init__()
-        self.form, self.beam = "paper", beam
-        D = config.hidden_size
+        super().__init__("paper", end=end, answerable=answerable, beam=beam)
+        self.beam, D = beam, config.hidden_size
         joint, pooled = end == "joint", answerable == "pooled"
         self.start = nn.Linear(D, 1)
         self.end_hidden = nn.Linear(2 * D, _HIDDEN) if joint else None
@@ -198,9 +200,8 @@ class LinearSpanHead(Head):
     """
 
     def __init__(self, config: EncoderConfig, beam: int):
-        super().__init__()
-        self.form, self.beam = "hf", beam
-        self.out = nn.Linear(config.hidden_size, 2)
+        super().__init__("hf", beam=beam)
+        self.beam, self.out = beam, nn.Linear(config.hidden_size, 2)
 
     def logits(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Of start and end, (B, T) each."""
@@ -265,11 +266,9 @@ def build_head(
     fewest = {"classification": 2, "regression": 1, "tagging": 1, "qa": 0}[kind]
     if outputs < fewest or (kind == "regression" and outputs > 1):
         many = "exactly" if kind == "regression" else "at least"
-        raise ElectraError(
-            f"A {kind} head cannot have {outputs} outputs.",
-            where="task",
-            fix=f"name the labels; a {kind} task has {many} {fewest}",
-        )
+        what = f"A {kind} head cannot have {outputs} outputs."
+        fix = f"name the labels; a {kind} task has {many} {fewest}"
+        raise ElectraError(what, where="task", fix=fix)
     if kind == "qa" and form == "hf":
         return LinearSpanHead(config, beam)
     if kind == "qa":
@@ -277,6 +276,15 @@ def build_head(
     if kind == "tagging":
         return TaggingHead(config, outputs, form)
     return SentenceHead(config, outputs, form, regression=kind == "regression")
+
+
+def empty_model(
+    kind: Kind, config: EncoderConfig, vocab_size: int, outputs: int, form: Form, **options: Any
+) -> TaskModel:
+    """Shapes without memory, for a state that is loaded with `assign`."""
+    with torch.device("meta"):
+        head = build_head(kind, config, outputs, form, **options)
+        return TaskModel(Encoder(config, Embeddings(config, vocab_size)), head)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError
@@ -157,7 +157,7 @@ class Network:
     @cached_property
     def modules(self) -> Any:
         """Encoder and head, ready for inference."""
-        pair = _empty(self.kind, self.config, self.vocab_size, self.disc_head)
+        pair = _empty(self.config, self.vocab_size, self.kind, self.disc_head)
         pair.load_state_dict(self.tensors, assign=True)
         return pair.requires_grad_(False).eval()
 
@@ -209,8 +209,7 @@ class LoadedEncoder:
 
     def build(self) -> Encoder:
         """The encoder itself, ready for inference."""
-        with torch.device("meta"):
-            encoder = Encoder(self.config, Embeddings(self.config, self.vocab_size))
+        encoder = _empty(self.config, self.vocab_size, "encoder")["encoder"]
         encoder.load_state_dict(self.tensors, assign=True)
         return encoder.requires_grad_(False).eval()
 
@@ -255,34 +254,31 @@ class InitialState(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _pair(encoder: Encoder, head: DiscriminatorHead | GeneratorHead) -> Any:
-    """The modules of a network; names in its state are those of `Network.tensors`."""
-    return nn.ModuleDict({"encoder": encoder, "head": head})
-
-
 def _pairs(objective: Objective) -> dict[Kind, Any]:
     """The networks that transformers has a class for; a lone masked language model is a generator.
 
     Heads without such a class (a copy gate's vocabulary, a baseline, two towers) stay in the run.
+    Names in the state of a pair are those of `Network.tensors`.
     """
+    pairs: dict[Kind, tuple[Encoder, nn.Module]] = {}
     if isinstance(objective, MaskedLM):
-        return {"generator": _pair(objective.generator, objective.generator_head)}
-    if isinstance(objective, ReplaceMLM):
-        return {"generator": _pair(objective.discriminator, objective.main_head)}
-    assert isinstance(objective, ReplacedTokenDetection)
-    pairs = {"discriminator": _pair(objective.discriminator, objective.discriminator_head)}
-    if isinstance(objective.generator, Encoder) and objective.generator_head is not None:
-        pairs["generator"] = _pair(objective.generator, objective.generator_head)
-    return cast(dict[Kind, Any], pairs)
+        pairs["generator"] = objective.generator, objective.generator_head
+    elif isinstance(objective, ReplaceMLM):
+        pairs["generator"] = objective.discriminator, objective.main_head
+    else:
+        assert isinstance(objective, ReplacedTokenDetection)
+        pairs["discriminator"] = objective.discriminator, objective.discriminator_head
+        if isinstance(objective.generator, Encoder) and objective.generator_head is not None:
+            pairs["generator"] = objective.generator, objective.generator_head
+    return {kind: nn.ModuleDict({"encoder": e, "head": h}) for kind, (e, h) in pairs.items()}
 
 
-def _empty(kind: Layout, config: EncoderConfig, vocab_size: int, disc_head: DiscHead) -> Any:
-    """A pair of shapes without memory."""
+def _empty(c: EncoderConfig, vocab_size: int, kind: Layout, disc_head: DiscHead = "dense") -> Any:
+    """The modules of a network, shapes without memory."""
     with torch.device("meta"):
-        encoder = Encoder(config, Embeddings(config, vocab_size))
-        if kind == "generator":
-            return _pair(encoder, GeneratorHead(config, vocab_size))
-        return _pair(encoder, DiscriminatorHead(config, disc_head))
+        is_generator = kind == "generator"
+        head = GeneratorHead(c, vocab_size) if is_generator else DiscriminatorHead(c, disc_head)
+        return nn.ModuleDict({"encoder": Encoder(c, Embeddings(c, vocab_size)), "head": head})
 
 
 def build_discriminator(network: Network) -> tuple[Encoder, DiscriminatorHead]:
@@ -325,9 +321,8 @@ def export_run(
     from .rundir import load_run  # imports the whole of training, which no reader here needs
 
     loaded = load_run(run)
-    options: dict[str, Any] = {"step": loaded.step, "run": run, "license": license}
-    options["storage"] = storage
-    return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, **options)
+    told: dict[str, Any] = {"step": loaded.step, "run": run, "license": license, "storage": storage}
+    return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, **told)
 
 
 def export(
@@ -423,7 +418,7 @@ def export_finetuned(
     if task.kind == "regression":  # to the data's own unit
         tensors |= {n: task.scale * t for n, t in _part(tensors, "head.out.").items()}
     record = {"format": 1, "version": __version__, "form": form, "length": length}
-    record |= {"head": _head_options(head), "results": results, "scale_in_head": task.scale}
+    record |= {"head": head.options, "results": results, "scale_in_head": task.scale}
     task = replace(task, scale=1.0)
     record["task"] = to_dict(task)
     # A linear layer on [CLS] takes two units of the dense one per output.
@@ -453,15 +448,6 @@ def export_finetuned(
         is_same &= again.tokenizer.hash == tokenizer.hash
         _require_same(_tensors(again.model), tensors, is_same, "model")
         _compare(temporary, network, again.model, tokenizer)
-
-
-def _head_options(head: heads.Head) -> dict[str, Any]:
-    """What `build_head` has to be told besides the task, to build this one."""
-    if isinstance(head, heads.SpanHead):
-        end = "joint" if head.end_hidden else "independent"
-        answerable = "pooled" if head.answer_hidden else "plain" if head.answer else "none"
-        return {"beam": head.beam, "end": end, "answerable": answerable}
-    return {"beam": head.beam} if isinstance(head, heads.LinearSpanHead) else {}
 
 
 @contextmanager
@@ -643,9 +629,7 @@ def load_finetuned(path: Path) -> FineTuned:
         if form not in get_args(heads.Form):
             raise ValueError(f"form {form}")
         c, outputs = encoder.config, len(task.labels) or 1
-        with torch.device("meta"):
-            head = heads.build_head(task.kind, c, outputs, form, **record["head"])
-            model = heads.TaskModel(Encoder(c, Embeddings(c, encoder.vocab_size)), head)
+        model = heads.empty_model(task.kind, c, encoder.vocab_size, outputs, form, **record["head"])
         model.load_state_dict(tensors, assign=True)
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         what = f"The record does not fit the model: {type(error).__name__}: {error}."
@@ -737,12 +721,9 @@ def _read_tensors(path: Path) -> Tensors:
     except (SafetensorError, OSError) as error:
         fix = "get the file again"
         if pickles := sorted(p.name for p in path.parent.glob("*.bin")):
-            fix = (
-                f"{pickles[0]} is a pickle, which can run code: if you trust it, `electra import` "
-            )
-            fix += (
-                "with --allow-bin makes model.safetensors of it, or transformers' save_pretrained"
-            )
+            fix = f"{pickles[0]} is a pickle, which can run code: if you trust it, "
+            fix += "`electra import` with --allow-bin makes model.safetensors of it, or "
+            fix += "transformers' save_pretrained"
         what = f"The weights cannot be read: {error}."
         raise ElectraError(what, where=str(path), fix=fix) from error
 
@@ -798,7 +779,7 @@ def _network(
     kind: Kind = "generator" if _part(given, "generator_") else "discriminator"
     table = given.pop(_TABLE, None)
     # What our writer makes of an empty network is what has to be there.
-    empty = _empty(kind, config, vocab_size, "dense").state_dict()
+    empty = _empty(config, vocab_size, kind).state_dict()
     if not with_heads:
         empty = _part(empty, "encoder.")
         if not _part(given, "electra."):  # ElectraModel itself has no prefix
@@ -833,10 +814,9 @@ def _read_config(path: Path, values: dict[str, Any]) -> tuple[EncoderConfig, int
         wrong.append("vocab_size")
     wrong += [key for key in ("auto_map", "trust_remote_code") if values.get(key)]  # code to run
     if wrong:
-        what = (
-            f"This is no ELECTRA model: {', '.join(f'{key} is {values[key]!r}' for key in wrong)}."
-        )
-        raise ElectraError(what, where=str(path), fix=f"only models with {_FIXED} can be read")
+        found = ", ".join(f"{key} is {values[key]!r}" for key in wrong)
+        fix = f"only models with {_FIXED} can be read"
+        raise ElectraError(f"This is no ELECTRA model: {found}.", where=str(path), fix=fix)
     given = {ours: values[theirs] for ours, theirs in _FIELDS.items() if theirs in values}
     try:
         return from_dict(EncoderConfig, given, where="encoder"), vocab_size

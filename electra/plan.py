@@ -15,24 +15,18 @@ from .objectives import SpecialIds, objective_class
 class Plan:
     """Figures of a recipe; times are for a given rate of the device."""
 
-    discriminator_parameters: int
-    """Parameters that are kept, heads included."""
-    generator_parameters: int
-    """Parameters the generator adds."""
+    discriminator_parameters: int  # kept, heads included
+    generator_parameters: int  # added by the generator
     tokens_per_step: int
     total_tokens: int
-    flops_per_token: float
-    """Matrix products only, forward and backward."""
+    flops_per_token: float  # matrix products only, forward and backward
     total_flops: float
-    paper_flops: float
-    """Of the whole run by the paper's rules, to compare with its tables."""
+    paper_flops: float  # of the whole run by the paper's rules, to compare with its tables
+    # Weights, gradients, both moments and an average, if any, in float32, and bf16 working copies.
     state_bytes: int
-    """Weights, gradients, both moments and an average, if any, in float32, and bf16 working
-    copies."""
+    # Roughly what one sequence keeps for the backward pass in bf16; twice as much in fp32.
     activation_bytes_per_sequence: int
-    """Roughly what one sequence keeps for the backward pass in bf16; twice as much in fp32."""
-    kernel_bytes_per_sequence: int
-    """The same where own kernels compute (`fused.py`)."""
+    kernel_bytes_per_sequence: int  # the same where own kernels compute (`fused.py`)
 
     @property
     def gradient_bytes(self) -> int:
@@ -71,11 +65,8 @@ def count_parameters(config: PretrainConfig, vocab_size: int) -> tuple[int, int]
     head = "generator_head" if config.objective.kind == "mlm" else "main_head"
     if hasattr(objective, "discriminator_head"):
         head = "discriminator_head"
-    kept = sum(
-        p.numel()
-        for part in (objective.encoder, getattr(objective, head))
-        for p in part.parameters()
-    )
+    parts = (objective.encoder, getattr(objective, head))
+    kept = sum(p.numel() for part in parts for p in part.parameters())
     return kept, total - kept
 
 

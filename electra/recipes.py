@@ -33,12 +33,8 @@ def tiny() -> PretrainConfig:
     """A few minutes on two CPU cores: small enough to watch, real enough to learn."""
     return PretrainConfig(
         name="tiny",
-        encoder=EncoderConfig(
-            layers=4,
-            hidden_size=128,
-            ffn_size=512,
-            attention_heads=4,
-            embedding_size=128,
+        encoder=replace(
+            _encoder(layers=4, width=128, heads=4),
             max_positions=128,
             dropout=0.0,
             attention_dropout=0.0,
@@ -47,13 +43,7 @@ def tiny() -> PretrainConfig:
         generator=GeneratorConfig(width=1.0, depth=0.25),
         optim=OptimConfig(learning_rate=6e-4, warmup_percent=10.0, beta2=0.98),
         data=DataConfig(sequence_length=64, batch_size=16),
-        run=RunConfig(
-            train_steps=2000,
-            log_every=50,
-            eval_every=500,
-            save_every=500,
-            eval_batches=16,
-        ),
+        run=RunConfig(train_steps=2000, eval_every=500, save_every=500, eval_batches=16),
     )
 
 
@@ -64,23 +54,16 @@ def small() -> PretrainConfig:
 
 def small_plus_plus() -> PretrainConfig:
     """ELECTRA-Small++: 4M steps, length 512, a generator of full width, as released."""
-    c = small()
-    return replace(
-        c,
-        name="small++",
-        generator=replace(c.generator, width=1.0),
-        data=replace(c.data, sequence_length=512),
-        run=replace(c.run, train_steps=4_000_000),
-    )
+    c = _run_for(small(), "small++", 4_000_000)
+    wide, long = replace(c.generator, width=1.0), replace(c.data, sequence_length=512)
+    return replace(c, generator=wide, data=long)
 
 
 def base() -> PretrainConfig:
     """ELECTRA-Base: 110M parameters, 766k steps, batch 256, length 512."""
     return PretrainConfig(
         name="base",
-        encoder=EncoderConfig(
-            layers=12, hidden_size=768, ffn_size=3072, attention_heads=12, embedding_size=768
-        ),
+        encoder=_encoder(layers=12, width=768, heads=12),
         generator=GeneratorConfig(width=1 / 3),
         optim=OptimConfig(learning_rate=2e-4),
         data=DataConfig(sequence_length=512, batch_size=256),
@@ -90,17 +73,14 @@ def base() -> PretrainConfig:
 
 def base_plus_plus() -> PretrainConfig:
     """ELECTRA-Base++: as base for 4M steps on the larger corpus."""
-    c = base()
-    return replace(c, name="base++", run=replace(c.run, train_steps=4_000_000))
+    return _run_for(base(), "base++", 4_000_000)
 
 
 def large() -> PretrainConfig:
     """ELECTRA-Large (400K): 335M parameters, batch 2048, length 512, 25 % masked."""
     return PretrainConfig(
         name="large",
-        encoder=EncoderConfig(
-            layers=24, hidden_size=1024, ffn_size=4096, attention_heads=16, embedding_size=1024
-        ),
+        encoder=_encoder(layers=24, width=1024, heads=16),
         generator=GeneratorConfig(width=0.25),
         objective=ObjectiveConfig(mask_percent=25.0),
         optim=OptimConfig(learning_rate=2e-4),
@@ -111,58 +91,50 @@ def large() -> PretrainConfig:
 
 def large_1_75m() -> PretrainConfig:
     """ELECTRA-1.75M: large, trained for 1.75M steps."""
-    c = large()
-    return replace(c, name="large-1.75m", run=replace(c.run, train_steps=1_750_000))
+    return _run_for(large(), "large-1.75m", 1_750_000)
 
 
 def bert_small() -> PretrainConfig:
     """BERT-Small: the small encoder with masked language modelling, 1.45M steps for equal FLOPs."""
-    return _bert(small(), "bert-small", 1_450_000)
+    return _run_for(masked_lm(small()), "bert-small", 1_450_000)
 
 
 def bert_base() -> PretrainConfig:
     """BERT-Base: the base encoder with masked language modelling, 1M steps."""
-    return _bert(base(), "bert-base", 1_000_000)
+    return _run_for(masked_lm(base()), "bert-base", 1_000_000)
 
 
 def bert_large() -> PretrainConfig:
     """BERT-Large: the large encoder with masked language modelling, 464k steps, 15 % masked."""
-    return _bert(large(), "bert-large", 464_000)
+    return _run_for(masked_lm(large()), "bert-large", 464_000)
 
 
 def speedrun(minutes: int) -> PretrainConfig:
     """ELECTRA-Small in the minutes of a speedrun on one GPU (docs/speedrun.md)."""
-    c = small()
-    return replace(
-        c,
+    return PretrainConfig(
         name=f"speedrun-{minutes}",
-        encoder=replace(c.encoder, init="local", dropout=0.0, attention_dropout=0.0),
-        optim=replace(
-            c.optim,
-            kind="muon",
-            muon_rate=8e-4,
-            warmup_steps=2000,
-            schedule="wsd",
-            decay_percent=40.0,
+        encoder=EncoderConfig(init="local", dropout=0.0, attention_dropout=0.0),
+        optim=OptimConfig(
+            kind="muon", muon_rate=8e-4, warmup_steps=2000, schedule="wsd", decay_percent=40.0
         ),
-        run=replace(c.run, minutes=float(minutes)),  # these end it, not the million steps
+        run=RunConfig(minutes=float(minutes)),  # these end it, not the million steps
     )
 
 
-def _bert(c: PretrainConfig, name: str, steps: int) -> PretrainConfig:
-    return replace(masked_lm(c), name=name, run=replace(c.run, train_steps=steps))
+def _encoder(layers: int, width: int, heads: int) -> EncoderConfig:
+    """One whose embeddings are as wide as its layers, as in BERT."""
+    sizes = {"hidden_size": width, "ffn_size": 4 * width, "embedding_size": width}
+    return replace(EncoderConfig(), layers=layers, attention_heads=heads, **sizes)
+
+
+def _run_for(c: PretrainConfig, name: str, steps: int) -> PretrainConfig:
+    return replace(c, name=name, run=replace(c.run, train_steps=steps))
 
 
 def masked_lm(c: PretrainConfig) -> PretrainConfig:
     """The BERT baseline of the same size: 15 % of the tokens, shown 80/10/10."""
-    masking = replace(
-        c.objective,
-        kind="mlm",
-        mask_percent=15.0,
-        mask_token_percent=80.0,
-        random_token_percent=10.0,
-    )
-    return replace(c, objective=masking)
+    shown = {"mask_percent": 15.0, "mask_token_percent": 80.0, "random_token_percent": 10.0}
+    return replace(c, objective=replace(c.objective, kind="mlm", **shown))
 
 
 RECIPES: dict[str, Callable[[], PretrainConfig]] = {
@@ -182,24 +154,21 @@ RECIPES: dict[str, Callable[[], PretrainConfig]] = {
 
 def with_profile(config: PretrainConfig, profile: Profile) -> PretrainConfig:
     """`config` with every point of docs/deviations.md read as the profile reads it."""
-    o, a = config.objective, config.optim
     if profile == "best":
         return config
     if profile == "paper":
-        return replace(config, objective=replace(o, disc_head="linear"))
-    return replace(
-        config,
-        objective=replace(
-            o,
-            mask_count="round",
-            mask_positions="with_replacement",
-            duplicate_draws="average",
-            mask_token_percent=85.0,
-            random_token_percent=0.0,
-            disc_head="dense",
-        ),
-        optim=replace(a, schedule="times", bias_correction=False),
+        return replace(config, objective=replace(config.objective, disc_head="linear"))
+    objective = replace(
+        config.objective,
+        mask_count="round",
+        mask_positions="with_replacement",
+        duplicate_draws="average",
+        mask_token_percent=85.0,
+        random_token_percent=0.0,
+        disc_head="dense",
     )
+    optim = replace(config.optim, schedule="times", bias_correction=False)
+    return replace(config, objective=objective, optim=optim)
 
 
 def recipe(name: str, profile: Profile = "best") -> PretrainConfig:
@@ -207,11 +176,8 @@ def recipe(name: str, profile: Profile = "best") -> PretrainConfig:
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ElectraError(
-            f"There is no recipe {name!r}.",
-            where="recipe",
-            fix=f"{hint}known recipes: {', '.join(RECIPES)}",
-        )
+        fix = f"{hint}known recipes: {', '.join(RECIPES)}"
+        raise ElectraError(f"There is no recipe {name!r}.", where="recipe", fix=fix)
     return with_profile(RECIPES[name](), profile)
 
 
@@ -220,9 +186,8 @@ def tuning_profile(name: str) -> FinetuneConfig:
     if name == "paper":
         return FinetuneConfig()
     if name != "released":
-        raise ElectraError(
-            f"There is no profile {name!r}.", where="--profile", fix="use paper or released"
-        )
+        what, fix = f"There is no profile {name!r}.", "use paper or released"
+        raise ElectraError(what, where="--profile", fix=fix)
     return FinetuneConfig(
         learning_rate=1e-4,
         layer_levels="released",

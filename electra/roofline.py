@@ -113,8 +113,7 @@ class Model:
     config: PretrainConfig
     plan: Plan
     vocab_size: int = 30_522
-    padded: bool = False
-    """Whether the corpus has short sequences, so that attention needs a mask."""
+    padded: bool = False  # whether the corpus has short sequences: attention needs a mask
 
     def has_kernels(self, device: Device) -> bool:
         """Whether a run would use own kernels there, and the model takes them into account."""
@@ -157,10 +156,8 @@ class Model:
         tree up and down. Between the nodes every GPU moves its part alone, over a link of its own.
         """
         seconds, size = 0.0, self.plan.gradient_bytes
-        for members, each, wire in (
-            (node, size, LINKS["NVLink"]),
-            (-(-gpus // node), size / node, link),
-        ):
+        hops = (node, size, LINKS["NVLink"]), (-(-gpus // node), size / node, link)
+        for members, each, wire in hops:
             seconds += 2 * (members - 1) / members * each / wire.bandwidth
             seconds += 2 * math.ceil(math.log2(members)) * pieces * wire.latency
         return seconds
@@ -197,7 +194,7 @@ class Model:
             if not forward:
                 continue
             D, E = c.hidden_size, c.embedding_size
-            yield from _encoder(c, rows, R, size, forward, backward, self.padded, own)
+            yield from self._encoder(c, rows, size, own, forward, backward)
             for head, positions in heads.items():
                 P = R if positions == "all" else rows * config.masked_slots
                 shapes = [(D, D)] if config.objective.disc_head == "dense" else []
@@ -211,6 +208,38 @@ class Model:
                     yield _product(forward + 2 * backward, P, K, N, size)
         yield Kernels("traffic", 40, 0, 8 * R)  # choosing, masking, replacing token ids
 
+    def _encoder(
+        self, c: EncoderConfig, rows: int, size: int, own: bool, forward: float, backward: float
+    ) -> Iterator[Kernels]:
+        """The kernels of one encoder; forward, backward: how often each pass is made."""
+        D, E, F, L, H = c.hidden_size, c.embedding_size, c.ffn_size, c.layers, c.attention_heads
+        T = self.config.data.sequence_length
+        R = rows * T
+        for K, N in ((D, 3 * D), (D, D), (D, F), (F, D)):  # once forward, twice backward
+            yield _product(L * (forward + 2 * backward), R, K, N, size)
+        yield Kernels("traffic", L * forward, 0, 2 * size * R * F)  # GELU
+        if own:  # those of `fused`: every one reads what it needs once and writes what is kept
+            yield Kernels("attention", L * forward, 4 * R * T * D, 4 * size * R * D)
+            yield Kernels("attention", L * backward, 10 * R * T * D, 7 * size * R * D)
+            yield Kernels("traffic", 2 * L * forward, 0, 4 * size * R * D)  # residual and norm
+            yield Kernels("traffic", 2 * L * backward, 0, 3.5 * size * R * D)
+            yield Kernels("traffic", L * backward, 0, 4 * size * R * F)
+            yield Kernels("traffic", 4 * L * backward, 0, 0)  # the last of their bias gradients
+        else:
+            slower = 2 if self.padded else 1
+            traffic = slower * 4 * size * R * D
+            yield Kernels("attention", L * forward, slower * 4 * R * T * D, traffic)
+            yield Kernels("attention", 2 * L * backward, slower * 5 * R * T * D, traffic)
+            if c.attention_dropout > 0:  # written out: the probabilities go through memory
+                yield Kernels("traffic", L * (3 * forward + 4 * backward), 0, 2 * size * R * T * H)
+            yield Kernels("traffic", 2 * L * forward, 0, 3 * size * R * D)
+            yield Kernels("traffic", 4 * L * backward, 0, 3 * size * R * D)
+            yield Kernels("traffic", L * backward, 0, 3 * size * R * F)
+            yield Kernels("traffic", 4 * L * backward, 0, size * R * (5 * D + F) / 4)
+        yield Kernels("traffic", 3 * forward + 5 * backward, 0, 3 * size * R * E)  # embeddings
+        if E != D:
+            yield _product(forward + 2 * backward, R, E, D, size)
+
 
 class Kernels(NamedTuple):
     """So many kernels of a kind, with the work of one of them."""
@@ -219,45 +248,6 @@ class Kernels(NamedTuple):
     number: float
     flops: float
     bytes: float
-
-
-def _encoder(
-    c: EncoderConfig,
-    rows: int,
-    R: int,
-    size: int,
-    forward: float,
-    backward: float,
-    padded: bool,
-    own: bool,
-) -> Iterator[Kernels]:
-    """R tokens in `rows` sequences; forward, backward: how often each pass is made."""
-    D, E, F, L, H = c.hidden_size, c.embedding_size, c.ffn_size, c.layers, c.attention_heads
-    T = R // rows
-    for K, N in ((D, 3 * D), (D, D), (D, F), (F, D)):  # once forward, twice backward
-        yield _product(L * (forward + 2 * backward), R, K, N, size)
-    yield Kernels("traffic", L * forward, 0, 2 * size * R * F)  # GELU
-    if own:  # those of `fused`: every one reads what it needs once and writes what is kept
-        yield Kernels("attention", L * forward, 4 * R * T * D, 4 * size * R * D)
-        yield Kernels("attention", L * backward, 10 * R * T * D, 7 * size * R * D)
-        yield Kernels("traffic", 2 * L * forward, 0, 4 * size * R * D)  # residual and layer norm
-        yield Kernels("traffic", 2 * L * backward, 0, 3.5 * size * R * D)
-        yield Kernels("traffic", L * backward, 0, 4 * size * R * F)
-        yield Kernels("traffic", 4 * L * backward, 0, 0)  # the last of their bias gradients
-    else:
-        slower = 2 if padded else 1
-        traffic = slower * 4 * size * R * D
-        yield Kernels("attention", L * forward, slower * 4 * R * T * D, traffic)
-        yield Kernels("attention", 2 * L * backward, slower * 5 * R * T * D, traffic)
-        if c.attention_dropout > 0:  # written out: the probabilities go through memory
-            yield Kernels("traffic", L * (3 * forward + 4 * backward), 0, 2 * size * R * T * H)
-        yield Kernels("traffic", 2 * L * forward, 0, 3 * size * R * D)
-        yield Kernels("traffic", 4 * L * backward, 0, 3 * size * R * D)
-        yield Kernels("traffic", L * backward, 0, 3 * size * R * F)
-        yield Kernels("traffic", 4 * L * backward, 0, size * R * (5 * D + F) / 4)
-    yield Kernels("traffic", 3 * forward + 5 * backward, 0, 3 * size * R * E)  # embeddings
-    if E != D:
-        yield _product(forward + 2 * backward, R, E, D, size)
 
 
 def _product(number: float, R: int, K: int, N: int, size: int) -> Kernels:
@@ -300,9 +290,8 @@ def cost_table(model: Model, prices: Mapping[str, float]) -> Iterator[str]:
         rate, price = model.rate(device), prices.get(name, device.price)
         hours = hours_at(model, rate)
         note = "" if device.seen else ", not measured on this GPU"
-        note += (
-            ", needs --run.precision fp32" if device.itemsize == 4 and device.shares is GPU else ""
-        )
+        if device.itemsize == 4 and device.shares is GPU:
+            note += ", needs --run.precision fp32"
         yield (
             f"{name:17}{rate:12,.0f}{hours:12,.1f}{price:7.2f}{hours * price:10,.0f}"
             f"  {min(fit, batch):,} of {batch:,}{note}"

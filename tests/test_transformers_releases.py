@@ -70,7 +70,7 @@ def write_cases(place: Path, name: str, tokenizer_dir: Path) -> None:
     config, tokenizer = pretrained.settings(), Tokenizer.load(tokenizer_dir)
     objective = pretrained.objective_of(config, tokenizer_dir)
     for network in hf.networks_of(objective):
-        model = hf._build(network)
+        model = network.modules
 
         def states(x: Any, segment: Any, mask: Any, model: Any = model) -> Any:
             return {"last_hidden_state": model.encoder(x, segment, mask, None)}
