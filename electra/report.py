@@ -31,7 +31,7 @@ _NONE = "–"
 _FIX = "restore the file from a backup, or leave this run out"
 _FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")
 _SUMMARY = ("median", "mean", "std", "best", "seeds", "failed")
-_CURVES = {  # held-out numbers of a pre-training run
+HELD_OUT = {  # held-out numbers of a pre-training run
     "mlm_loss": "generator loss",
     "disc_loss": "discriminator loss",
     "disc_auc": "AUC of replaced tokens",
@@ -43,7 +43,7 @@ _HEALTH = {  # and what training itself tells
 }
 _COLUMNS = (
     *("run", "kind", "state", "task", "metric", "model", *_SUMMARY, "ensemble"),
-    *("recipe", "steps", "tokens", "seconds", *_CURVES),
+    *("recipe", "steps", "tokens", "seconds", *HELD_OUT),
 )
 _STUDY_COLUMNS = ("label", "seed", "flops", "parameters", "mlm_accuracy", "score")
 # Values of a run by column; those that do not apply to it are missing. Pre-training has also
@@ -109,7 +109,7 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
             finetuned += _read_finetuning(path, title)
     sections: list[Section] = []
     if pretrained:
-        panels, more = curve_panels(pretrained, _CURVES), curve_panels(pretrained, _HEALTH)
+        panels, more = curve_panels(pretrained, HELD_OUT), curve_panels(pretrained, _HEALTH)
         sections.append(Section(_pretraining_table(pretrained), panels, more, pretrained))
     if finetuned:
         more = [loss_panel(finetuned)] * any(run.get("losses") for run in finetuned)
@@ -127,13 +127,13 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
     return sections
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number(value: Any) -> float | None:
     """A finite number or nothing; raises on anything else."""
-    if value is not None and not _is_finite(value):
+    if value is not None and not is_finite(value):
         raise ValueError(f"{value!r} is no finite number")
     return value
 
@@ -160,9 +160,9 @@ def read_pretraining(path: Path, title: str) -> _Run:
                 key: [
                     (m["step"], m[key])
                     for m in metrics
-                    if m["kind"] == kind and _is_finite(m.get(key))
+                    if m["kind"] == kind and is_finite(m.get(key))
                 ]
-                for key in (*_CURVES, *_HEALTH)
+                for key in (*HELD_OUT, *_HEALTH)
             }
             for kind in ("eval", "train")
         }
@@ -180,7 +180,7 @@ def read_pretraining(path: Path, title: str) -> _Run:
     run: _Run = {"run": title, "kind": "pretrain", "state": state, "recipe": recipe}
     run |= {"steps": steps, "tokens": tokens, "seconds": round(seconds, 1), "curves": curves}
     run |= {"record": record, "warnings": [f"step {step:,}: {text}" for step, text in told]}
-    return run | {key: held[-1].get(key) if held else None for key in _CURVES}
+    return run | {key: held[-1].get(key) if held else None for key in HELD_OUT}
 
 
 def _read_finetuning(path: Path, title: str) -> list[_Run]:
@@ -192,11 +192,11 @@ def _read_finetuning(path: Path, title: str) -> list[_Run]:
         fix = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
         raise ElectraError(what, where=str(path), fix=fix)
     if parts[0] == path:
-        return [_read_results(path, title, None)]
-    return [_read_results(part, f"{title}/{part.name}", title) for part in parts]
+        return [read_results(path, title, None)]
+    return [read_results(part, f"{title}/{part.name}", title) for part in parts]
 
 
-def _read_results(path: Path, title: str, row: str | None) -> _Run:
+def read_results(path: Path, title: str, row: str | None) -> _Run:
     """The results, or as much as is known of a run that has none yet."""
     begun, file = path / "finetune.json", path / "results.json"
     is_done, told = file.is_file(), list[str]()
@@ -231,7 +231,7 @@ def seed_losses(path: Path) -> list[list[tuple[float, float]]]:
     with reading(path / "metrics.jsonl", _FIX):
         seeds: dict[Any, list[float]] = {}
         for m in _metrics(path):
-            if m["kind"] == "train" and _is_finite(m.get("loss")):
+            if m["kind"] == "train" and is_finite(m.get("loss")):
                 seeds.setdefault(m.get("seed"), []).append(m["loss"])
     return [
         [(100 * (i + 1) / len(values), value) for i, value in enumerate(values)]
@@ -290,12 +290,12 @@ def _percent(value: float | None) -> str:
 
 
 def _pretraining_table(runs: list[_Run]) -> list[str]:
-    head = ["run", "recipe", "state", "steps", "tokens", "minutes", *_CURVES.values()]
+    head = ["run", "recipe", "state", "steps", "tokens", "minutes", *HELD_OUT.values()]
     rows: list[list[str]] = []
     for run in runs:
         row = [code(run["run"]), code(run["recipe"]), run["state"], f"{run['steps']:,}"]
         row += [f"{run['tokens']:,}", f"{run['seconds'] / 60:.1f}"]
-        rows.append(row + [f"{run[k]:.4g}" if _is_finite(run[k]) else _NONE for k in _CURVES])
+        rows.append(row + [f"{run[k]:.4g}" if is_finite(run[k]) else _NONE for k in HELD_OUT])
     return ["## Pre-training: the last look at held-out text", "", *table(head, rows), ""]
 
 
