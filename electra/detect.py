@@ -119,7 +119,7 @@ def verdict(
     if model.generator is not None and alternatives > 0:
         at = (replaced > _SUSPICIOUS).index_fill(0, replaced.argmax(), True).nonzero().squeeze(1)
         tokenizer = model.needed_tokenizer()
-        for rows, g in hidden_in_turn(model, model.generator, x, at + 1):
+        for rows, g in hidden_in_turn(model, x, at + 1):
             g = g.softmax(-1)[:, : tokenizer.vocab_size]  # (S, V)
             p, best = g.topk(min(alternatives, tokenizer.vocab_size))  # (S, k)
             for i, ids, row in zip(rows.tolist(), best.tolist(), p.tolist(), strict=True):
@@ -137,12 +137,9 @@ def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
     x = torch.tensor([[tokenizer.cls_id, *encoding.ids, tokenizer.sep_id]])  # (1, T)
     longest = model.network("discriminator").config.max_positions
     if x.shape[1] > longest:
-        raise ElectraError(
-            f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
-            f"{longest:,}.",
-            where="text",
-            fix="give a shorter text, or one part after the other",
-        )
+        what = f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
+        fix = "give a shorter text, or one part after the other"
+        raise ElectraError(f"{what}{longest:,}.", where="text", fix=fix)
     return encoding, x
 
 
@@ -172,14 +169,12 @@ def probabilities(network: Network, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def hidden_in_turn(
-    model: Pretrained, network: Network, x: Tensor, at: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
+def hidden_in_turn(model: Pretrained, x: Tensor, at: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Some of the positions `at` at a time, (S,), and the generator's logits there, (S, V).
 
     Each position of x (1, T) is masked apart, so that the rest of the text is as it stands.
     """
-    encoder, head = build_generator(network)
+    encoder, head = build_generator(model.network("generator"))
     mask_id, x = model.needed_tokenizer().mask_id, x.to(encoder.embeddings.word.weight.device)
     for rows in at.split(_ROWS):
         x_masked = x.repeat(len(rows), 1).scatter(1, rows[:, None], mask_id)  # (S, T)
@@ -198,8 +193,7 @@ def render(detection: Detection) -> Text:
     """The text with a background from none to red, and the alternatives below it."""
     shown = Text(_printable(detection.text))
     for token in detection.tokens:
-        if token.replaced >= _SHOWN:
-            shown.stylize(_style(token.replaced), token.start, token.end)
+        shown.stylize(_style(token.replaced), token.start, token.end)
     for token in detection.tokens:
         if token.alternatives:
             own = _printable(detection.text[token.start : token.end])

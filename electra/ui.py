@@ -414,7 +414,7 @@ def explore(model: hf.Pretrained, text: str) -> Json:
     for piece, p in zip(pieces, probabilities(network, x).tolist(), strict=True):
         piece["p"] = p
     if model.generator is not None:
-        for places, g in hidden_in_turn(model, model.generator, x, torch.arange(len(pieces)) + 1):
+        for places, g in hidden_in_turn(model, x, torch.arange(len(pieces)) + 1):
             log_p = g[:, : tokenizer.vocab_size].float().log_softmax(-1)  # (S, V)
             best = tokenizer.decode_tokens(log_p.argmax(-1).tolist())
             own = log_p[torch.arange(len(places)), x[0, places]]
