@@ -44,12 +44,12 @@ VOCABULARY = 8192
 SEEDS = 3
 SENTENCES = 200
 TRAIN_SENTENCES, TEST_SENTENCES = 2000, 1000
+console = Console(highlight=False)
 
 
 def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None) -> dict[str, Any]:
     """Run everything into `out`, talk about it, and return (and store) what was measured."""
     begin = time.perf_counter()
-    console = Console(highlight=False)
     if (out / "demo.json").exists():
         what = "This directory already holds a finished demo."
         fix = "look at its demo.json and curves.png, or choose another --out"
@@ -85,7 +85,7 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     console.rule("3  export, and a look at a sentence")
     report = export_run(out / "run", out / "export")
     model = load_pretrained(out / "export")
-    exchanged = _show_exchanged_words(model, test, console)
+    exchanged = _show_exchanged_words(model, test)
 
     console.rule("4  does pre-training help?")
     console.print("have two neighbouring words of this sentence changed places?")
@@ -93,10 +93,18 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
         "train": _swapped_or_not(train, TRAIN_SENTENCES, seed=1),
         "dev": _swapped_or_not(test, TEST_SENTENCES, seed=2),
     }
-    task = _compare(load_encoder(out / "export"), splits, out / "tuned", console)
+    task = _compare(load_encoder(out / "export"), splits, out / "tuned")
 
     console.rule("5  the same with the model that comes with electra")
-    shipped = _shipped(splits, test, out / "tuned", console, exchanged, task)
+    shipped = _shipped(splits, test, out / "tuned")
+    both = {"tiny": (exchanged, task["pretrained"])}
+    if shipped is not None:
+        both["small-en"] = (shipped["exchanged_words"], shipped["labelled_task"])
+        for name, (words, scores) in both.items():
+            console.print(
+                f"{name:11} {words['found']} of {words['sentences']} exchanged words found first, "
+                f"{100 * statistics.mean(scores):.1f} % right in the task"
+            )
 
     result = {
         "text": text.source,
@@ -144,9 +152,7 @@ def _write_text(documents: Sequence[Prose], path: Path) -> Path:
 # ---------------------------------------------------------------------- the exchanged word
 
 
-def _show_exchanged_words(
-    model: Pretrained, test: Sequence[Prose], console: Console
-) -> dict[str, Any]:
+def _show_exchanged_words(model: Pretrained, test: Sequence[Prose]) -> dict[str, Any]:
     """Exchange one word in each of many unseen sentences; how often is it the most suspicious?"""
     draw = random.Random(0)
     sentences = _sentences(test, draw)
@@ -185,9 +191,7 @@ def _show_exchanged_words(
 # ---------------------------------------------------------------------- the labelled task
 
 
-def _compare(
-    trained: LoadedEncoder, splits: dict[str, Examples], out: Path, console: Console
-) -> dict[str, Any]:
+def _compare(trained: LoadedEncoder, splits: dict[str, Examples], out: Path) -> dict[str, Any]:
     """Test accuracy after fine-tuning the pre-trained and a random encoder, three seeds each."""
     encoder = Encoder(trained.config, Embeddings(trained.config, trained.vocab_size))
     initialise(encoder, tiny().encoder.init, 0)  # as the pre-trained one was before
@@ -195,7 +199,7 @@ def _compare(
     untrained = dataclasses.replace(trained, tensors=start, description="the same without training")
     settings = {"learning_rate": 5e-4, "layer_decay": 1.0, "epochs": 2}
     scores = {
-        kind: _tune(kind, model, splits, out, console, **settings)
+        kind: _tune(kind, model, splits, out, **settings)
         for kind, model in (("pretrained", trained), ("random", untrained))
     }
     labels = splits["dev"].labels
@@ -208,12 +212,7 @@ def _compare(
 
 
 def _tune(
-    kind: str,
-    model: LoadedEncoder,
-    splits: dict[str, Examples],
-    out: Path,
-    console: Console,
-    **settings: Any,
+    kind: str, model: LoadedEncoder, splits: dict[str, Examples], out: Path, **settings: Any
 ) -> list[float]:
     """The accuracy of every seed."""
     labels = ("as it was", "changed")
@@ -231,29 +230,18 @@ def _tune(
 
 
 def _shipped(
-    splits: dict[str, Examples],
-    test: Sequence[Prose],
-    out: Path,
-    console: Console,
-    exchanged: dict[str, Any],
-    task: dict[str, Any],
+    splits: dict[str, Examples], test: Sequence[Prose], out: Path
 ) -> dict[str, Any] | None:
-    """What the model of the checkout makes of the same sentences, beside the tiny one's numbers."""
+    """What the model of the checkout makes of the same sentences."""
     try:
         path = shipped_model()
     except ElectraError as error:
         console.print(f"left out: {error.where} is not here; a checkout of electra has it")
         return None
     model, begin = load_pretrained(path), time.perf_counter()
-    found = _show_exchanged_words(model, test, console)
+    found = _show_exchanged_words(model, test)
     # One pass, with the paper's rates: a step takes it many times as long as the tiny one.
-    scores = _tune("small-en", encoder_of(model), splits, out, console, epochs=1)
-    rows = {"tiny": (exchanged, task["pretrained"]), "small-en": (found, scores)}
-    for name, (words, values) in rows.items():
-        console.print(
-            f"{name:11} {words['found']} of {words['sentences']} exchanged words found first, "
-            f"{100 * statistics.mean(values):.1f} % right in the task"
-        )
+    scores = _tune("small-en", encoder_of(model), splits, out, epochs=1)
     seconds = round(time.perf_counter() - begin, 1)
     return {"exchanged_words": found, "labelled_task": scores, "seconds": seconds}
 

@@ -143,14 +143,15 @@ def _needed(value: Any) -> float:
     return number
 
 
-def _metrics(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that may have none yet."""
     return read_metrics(path) if (path / "metrics.jsonl").is_file() else []
 
 
 def read_pretraining(path: Path, title: str) -> _Run:
     """A run of `electra pretrain`."""
     with reading(path / "metrics.jsonl", _FIX):
-        metrics = _metrics(path)
+        metrics = read_log(path)
         steps = max((int(m["step"]) for m in metrics), default=0)
         times = [float(m["seconds"]) for m in metrics if m["kind"] == "train"]
         held = [m for m in metrics if m["kind"] == "eval"]
@@ -234,7 +235,7 @@ def seed_losses(path: Path) -> list[list[tuple[float, float]]]:
     """Training loss of each seed of a fine-tuning run, over the share of its steps in percent."""
     with reading(path / "metrics.jsonl", _FIX):
         seeds: dict[Any, list[float]] = {}
-        for m in _metrics(path):
+        for m in read_log(path):
             if m["kind"] == "train" and is_finite(m.get("loss")):
                 seeds.setdefault(m.get("seed"), []).append(m["loss"])
     return [

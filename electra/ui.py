@@ -41,8 +41,7 @@ from .features import encode_texts
 from .files import read_json, reading, storage_errors, write_atomic
 from .finetune import predict
 from .randomness import Purpose, StepRng
-from .report import HELD_OUT, is_finite, read_pretraining, read_results
-from .runlog import read_metrics
+from .report import HELD_OUT, is_finite, read_log, read_pretraining, read_results
 from .web import JSONResponse, Refused, Request, read_object, text_field
 
 UPLOAD_BYTES = 16 << 20  # of one table
@@ -116,9 +115,8 @@ class Page:
     async def info(self, _: Request) -> JSONResponse:
         about: Json | None = None
         if self.model is not None and self.path is not None:
-            has_generator = self.model.generator is not None
             name = "/".join(self.path.resolve().parts[-2:])
-            about = {"name": name, "generator": has_generator}
+            about = {"name": name, "generator": self.model.generator is not None}
         limits = {"text": self.limits.text, "upload": UPLOAD_BYTES}
         info = {"version": __version__, "model": about, "limits": limits}
         return JSONResponse(info | {"runs": self.folder.resolve().name})
@@ -303,30 +301,27 @@ class Page:
         tuned = self._loaded[2]
         if len(texts) != len(tuned.task.texts):
             raise Refused(422, f"The model reads {len(tuned.task.texts)} texts.", where="texts")
-        none = np.zeros(1, np.int64)
-        features = encode_texts([tuple(texts)], none, tuned.tokenizer, tuned.length)
+        features = encode_texts([tuple(texts)], np.zeros(1), tuned.tokenizer, tuned.length)
         logits = torch.from_numpy(predict(tuned.model, features, torch.device("cpu"))["logits"][0])
         if tuned.task.kind == "regression":
             return {"value": float(logits[0])}
-        p = logits.softmax(-1).tolist()
-        classes = zip(tuned.task.labels, p, strict=True)
-        return {"classes": [{"label": label, "p": share} for label, share in classes]}
+        both = zip(tuned.task.labels, logits.softmax(-1).tolist(), strict=True)
+        return {"classes": [{"label": label, "p": share} for label, share in both]}
 
     async def download(self, request: Request) -> web.StreamingResponse:
         name = request.query_params.get("run")
         folder = await asyncio.to_thread(self._classifier, name) / "model"
         plain = _plain(str(name))
         head = {"content-disposition": f'attachment; filename="{plain}.zip"'}
-        return web.StreamingResponse(
-            _zipped(folder, plain), media_type="application/zip", headers=head
-        )
+        head["content-type"] = "application/zip"
+        return web.StreamingResponse(_zipped(folder, plain), headers=head)
 
 
 # ---------------------------------------------------------------------- the networks
 
 
 def _is_count(value: object, below: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
+    return type(value) is int and 0 <= value < below
 
 
 def _pieces(encoding: Any, text: str) -> list[Json]:
@@ -354,19 +349,19 @@ def corrupt(
     count, vocab_size = len(encoding.ids), tokenizer.vocab_size
     rng = StepRng(seed, torch.tensor(0), torch.tensor([0]))
     pieces = _pieces(encoding, text)
-    at = torch.zeros(0, dtype=torch.int64)
-    if model.generator is not None:
-        if masked is None:
-            inside = torch.ones_like(x, dtype=torch.bool)
-            inside[0, [0, -1]] = False
-            length, settings = torch.tensor([x.shape[1]]), ObjectiveConfig()
-            slots = int(num_masked(length, count, settings))
-            at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
-        else:
-            at = torch.tensor(sorted({i for i in masked if i < count}), dtype=torch.int64)
+    if model.generator is None:  # which would fill in what is masked
+        masked = []
+    if masked is None:
+        inside = torch.ones_like(x, dtype=torch.bool)
+        inside[0, [0, -1]] = False
+        length, settings = torch.tensor([x.shape[1]]), ObjectiveConfig()
+        slots = int(num_masked(length, count, settings))
+        at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
+    else:
+        at = torch.tensor(sorted({i for i in masked if i < count}), dtype=torch.int64)
     x_corrupt = x.clone()
-    if model.generator is not None and len(at):
-        encoder, head = hf.build_generator(model.generator)
+    if len(at):
+        encoder, head = hf.build_generator(model.network("generator"))
         x_masked = x.index_fill(1, at + 1, tokenizer.mask_id)
         h = encoder(x_masked, torch.zeros_like(x), None, None)[0, at + 1]  # (M, D)
         g = head(h, encoder.embeddings.word.weight)[:, :vocab_size].float()  # (M, V)
@@ -378,16 +373,13 @@ def corrupt(
                 raise Refused(422, "There is no such token.", where="forced")
             x_corrupt[0, place + 1] = put
             ids = list(dict.fromkeys([*best[k].tolist(), int(drawn[k]), put, encoding.ids[place]]))
-            names = tokenizer.decode_tokens(ids)
+            named = zip(ids, tokenizer.decode_tokens(ids), p[k, ids].tolist(), strict=True)
             pieces[place] |= {
                 "masked": True,
                 "drawn": int(drawn[k]),
                 "put": put,
                 "own": encoding.ids[place],
-                "alternatives": [
-                    {"id": i, "token": n, "p": float(p[k, i])}
-                    for i, n in zip(ids, names, strict=True)
-                ],
+                "alternatives": [{"id": i, "token": name, "p": share} for i, name, share in named],
             }
     before, after = probabilities(network, x), probabilities(network, x_corrupt)
     changed = (x_corrupt != x)[0, 1:-1].tolist()
@@ -493,7 +485,7 @@ def _summary(path: Path) -> Json:
         done = run["state"] == "finished"
         return about | {"state": run["state"], "share": float(done), "warnings": []}
     run = read_pretraining(path, path.name)
-    metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    metrics = read_log(path)
     share = re.search(r"(\d+) %", run["state"])
     numbers = {name: run[key] for key, name in HELD_OUT.items() if is_finite(run[key])}
     about = {"kind": "pre-training", "recipe": run["recipe"], "state": run["state"]}
@@ -547,7 +539,7 @@ def _moment_warnings(path: Path, about: Json, age: float) -> list[str]:
 
 def _curves(path: Path) -> Json:
     """Numbers by kind and name, with their steps and minutes; at most so many points."""
-    metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    metrics = read_log(path)
     clock = [(m["step"], m["seconds"]) for m in metrics if isinstance(m.get("seconds"), float)]
     curves: Json = {}
     for kind in ("train", "eval"):
@@ -565,9 +557,8 @@ def _curves(path: Path) -> Json:
             one["minutes"] = (np.interp(steps, at, seconds) / 60).round(3).tolist()
         for key in dict.fromkeys(key for m in lines for key in m):
             values = [m.get(key) for m in lines]
-            if key not in ("kind", "step", "seconds", "seed", "tokens") and any(
-                isinstance(v, float) for v in values
-            ):
+            is_number = any(isinstance(v, float) for v in values)
+            if is_number and key not in ("kind", "step", "seconds", "seed", "tokens"):
                 one[key] = [v if is_finite(v) else None for v in values]
         curves[kind] = one
     return curves
