@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from .ablate import CURVES, PAPER, STUDIES
 from .errors import ElectraError
 from .files import reading, storage_errors, write_atomic
@@ -350,8 +352,6 @@ class Spread(NamedTuple):
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Of the values of several seeds; a single one has no spread, none have no mean either."""
-    import numpy as np
-
     if len(values) < 2:
         return Spread(values[0], None, None) if values else None
     std = float(np.std(values, ddof=1))
@@ -361,8 +361,6 @@ def spread(values: Sequence[float]) -> Spread | None:
 @functools.cache
 def _half_width(n: int) -> float:
     """Half of the 95 % confidence interval of n values by Student's t, in standard deviations."""
-    import numpy as np
-
     # With t = √f tan θ the density of Student's t with f degrees of freedom is cosᶠ⁻¹ θ.
     middle = np.pi * ((np.arange(1_000_000) + 0.5) / 1_000_000 - 0.5)
     mass = np.cumsum(np.cos(middle) ** (n - 2))
