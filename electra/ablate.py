@@ -36,6 +36,7 @@ from .recipes import RECIPES, masked_lm, recipe
 
 Equal = Literal["steps", "flops"]
 Grid = dict[str, PretrainConfig]
+CURVES = ("mlm_loss", "mlm_accuracy", "disc_auc")  # what is kept of every look at held-out text
 
 # ---------------------------------------------------------------------- the studies
 
@@ -48,6 +49,7 @@ def efficiency(electra: PretrainConfig) -> Grid:
     # coded as a mean over all tokens, hence the share of those that are masked.
     every = {"kind": "all_tokens_mlm", "disc_weight": 100 / electra.objective.mask_percent}
     bert = masked_lm(electra)
+    all_masked = {"mask_token_percent": 100.0, "random_token_percent": 0.0}
     return {
         "ELECTRA": electra,
         "All-Tokens MLM": change(electra, objective=every),
@@ -56,9 +58,7 @@ def efficiency(electra: PretrainConfig) -> Grid:
         "ELECTRA 15%, other tokens": change(electra, objective={"disc_positions": "other"}),
         "ELECTRA 15%, random tokens": change(electra, objective={"disc_positions": "random"}),
         "BERT": bert,
-        "BERT, 100% [MASK]": change(
-            bert, objective={"mask_token_percent": 100.0, "random_token_percent": 0.0}
-        ),
+        "BERT, 100% [MASK]": change(bert, objective=all_masked),
     }
 
 
@@ -66,12 +66,12 @@ def sharing(electra: PretrainConfig) -> Grid:
     """Section 3.2: what should a generator as large as the discriminator share with it?"""
     return {
         label: change(electra, generator={"width": 1.0, "depth": 1.0, "sharing": shared})
-        for label, shared in {
-            "none": "none",
-            "token embeddings": "embeddings",  # with positions, segments and their layer norm
-            "all weights": "all",
-            "gradient-disentangled": "disentangled",  # DeBERTa-v3's, not in the paper
-        }.items()
+        for label, shared in (
+            ("none", "none"),
+            ("token embeddings", "embeddings"),  # with positions, segments and their layer norm
+            ("all weights", "all"),
+            ("gradient-disentangled", "disentangled"),  # DeBERTa-v3's, not in the paper
+        )
     }
 
 
@@ -83,9 +83,8 @@ def generator_size(electra: PretrainConfig) -> Grid:
         label: change(electra, generator={"width": float(width), "depth": float(depth)})
         for label, (width, depth) in sizes.items()
     }
-    return {label: row for label, row in rows.items() if _divides(row)} | {
-        kind: change(electra, generator={"kind": kind}) for kind in ("uniform", "unigram")
-    }
+    kinds = {kind: change(electra, generator={"kind": kind}) for kind in ("uniform", "unigram")}
+    return {label: row for label, row in rows.items() if _divides(row)} | kinds
 
 
 def algorithms(electra: PretrainConfig) -> Grid:
@@ -106,13 +105,12 @@ def algorithms(electra: PretrainConfig) -> Grid:
 
 def rtd_vs_mlm(electra: PretrainConfig) -> Grid:
     """Figure 4: the two objectives at four budgets, each a run with a schedule of its own."""
-    return {
-        f"{name}, {share}": change(
-            row, run={"train_steps": max(1, round(row.run.train_steps * Fraction(share)))}
-        )
-        for name, row in (("ELECTRA", electra), ("BERT", masked_lm(electra)))
-        for share in ("1/8", "1/4", "1/2", "1")
-    }
+    rows: Grid = {}
+    for name, row in (("ELECTRA", electra), ("BERT", masked_lm(electra))):
+        for share in ("1/8", "1/4", "1/2", "1"):
+            steps = max(1, round(row.run.train_steps * Fraction(share)))
+            rows[f"{name}, {share}"] = change(row, run={"train_steps": steps})
+    return rows
 
 
 def own_grid(file: Path, electra: PretrainConfig) -> Grid:
@@ -240,15 +238,13 @@ class Cell:
 
 def make_cells(grid: Grid, seeds: int, out: Path) -> list[Cell]:
     """Seed by seed, so that a study that is cut short has all of its rows."""
-    return [
-        Cell(
-            label,
-            change(config, run={"seed": config.run.seed + i}),
-            out / slug(label) / f"seed-{config.run.seed + i}",
-        )
-        for i in range(seeds)
-        for label, config in grid.items()
-    ]
+    cells: list[Cell] = []
+    for i in range(seeds):
+        for label, config in grid.items():
+            seed = config.run.seed + i
+            folder = out / slug(label) / f"seed-{seed}"
+            cells.append(Cell(label, change(config, run={"seed": seed}), folder))
+    return cells
 
 
 def slug(label: str) -> str:
@@ -330,21 +326,19 @@ def ablate(
             planned = cell.config.run.train_steps
             steps = result["steps"] if result else planned  # fewer where minutes end the run
             state = f"failed: exit code {failed[cell]}" if cell in failed else "not finished"
-            record.append(
-                {
-                    "label": cell.label,
-                    "seed": cell.config.run.seed,
-                    "state": "finished" if result else state,
-                    "differs": _differs(cell.config, base),
-                    "steps": steps,
-                    "tokens": steps * plan.tokens_per_step,
-                    "flops": plan.total_flops * steps / planned,
-                    "paper_flops": plan.paper_flops * steps / planned,
-                    "parameters": plan.discriminator_parameters,
-                    "generator_parameters": plan.generator_parameters,
-                    **(result or {}),
-                }
-            )
+            one = {
+                "label": cell.label,
+                "seed": cell.config.run.seed,
+                "state": "finished" if result else state,
+                "differs": _differs(cell.config, base),
+                "steps": steps,
+                "tokens": steps * plan.tokens_per_step,
+                "flops": plan.total_flops * steps / planned,
+                "paper_flops": plan.paper_flops * steps / planned,
+                "parameters": plan.discriminator_parameters,
+                "generator_parameters": plan.generator_parameters,
+            }
+            record.append(one | (result or {}))
         more = {"seeds": seeds, "tuning_seeds": tuning_seeds, "tasks": list(tasks)}
         whole = {"format": 1, **asked, **more, "environment": source(), "cells": record}
         write_atomic(out / "ablate.json", json_bytes(whole, indent=1))
@@ -481,14 +475,9 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
     metrics, record = read_metrics(directory / "pretrain"), directory / "pretrain" / "run.json"
     with reading(record):
         environment = read_json(record)["environment"]
-    last: dict[str, Any] = max(
-        (m for m in metrics if m["kind"] == "train"), key=lambda m: m["step"], default={}
-    )
-    curve = [
-        {"step": m["step"]} | {key: _finite(m.get(key)) for key in CURVES}
-        for m in metrics
-        if m["kind"] == "eval"
-    ]
+    train, held = ([m for m in metrics if m["kind"] == kind] for kind in ("train", "eval"))
+    last: dict[str, Any] = max(train, key=lambda m: m["step"], default={})
+    curve = [{"step": m["step"]} | {key: _finite(m.get(key)) for key in CURVES} for m in held]
     return {
         "scores": scores,
         "score": sum(s["median"] for s in scores.values()) / len(scores),
@@ -499,9 +488,6 @@ def outcome(directory: Path, tasks: Sequence[str], tuning_seeds: int) -> dict[st
         "seconds": last.get("seconds", 0.0),
         "environment": environment,
     }
-
-
-CURVES = ("mlm_loss", "mlm_accuracy", "disc_auc")
 
 
 def _finite(value: Any) -> float | None:

@@ -21,51 +21,23 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from . import card, tasks
+from . import card, detect, embed, hf, tasks
 from .config import FinetuneConfig, PretrainConfig, from_dict
 from .corpus import Corpus
 from .corpus import prepare as prepare_corpus
-from .detect import Detection, with_generator
-from .detect import detect as detect_in
+from .detect import Detection
 from .embed import Vectors
-from .embed import embed as embed_with
 from .errors import ElectraError, Stopped, StopRequest
 from .files import shipped_model
 from .glue import answer_questions, answer_texts, finetune_task
-from .hf import (
-    ExportReport,
-    config_of,
-    encoder_of,
-    export_run,
-    import_model,
-    initial_state,
-    load_pretrained,
-)
-from .hf import load_finetuned as read_finetuned
 from .pretrain import pretrain
 from .recipes import Profile, recipe
-from .report import Section, read_sections, report
+from .report import Section, code, long_form, read_sections, report, table
 from .report_html import fragment, to_html
 from .squad import Question
 from .tokenizer import Tokenizer, train_tokenizer
 
 Place = str | Path
-
-__all__ = [
-    "Answers",
-    "Corpus",
-    "Detection",
-    "ElectraError",
-    "Encoded",
-    "Finetuned",
-    "Model",
-    "Report",
-    "compare",
-    "load",
-    "load_finetuned",
-    "prepare",
-    "train",
-]
 
 
 @contextlib.contextmanager
@@ -77,8 +49,8 @@ def _interruptible() -> Generator[None]:
         raise KeyboardInterrupt("stopped and saved; the same call continues") from None
 
 
-def _nothing(_: str) -> None:
-    pass
+def _say(quiet: bool) -> Callable[[str], None]:
+    return (lambda _: None) if quiet else print
 
 
 def prepare(
@@ -101,7 +73,7 @@ def prepare(
     `if __name__ == "__main__":`. Other settings are those of `electra prepare`.
     """
     inputs = [input] if isinstance(input, str | Path) else list(input)
-    say: Callable[[str], None] = _nothing if quiet else print
+    say = _say(quiet)
     with _interruptible(), StopRequest() as stop:
         if tokenizer is None:
             say(f"training a tokenizer of {vocab_size:,} entries")
@@ -130,14 +102,14 @@ def train(
     start from instead of new weights.
     """
     corpus = corpus if isinstance(corpus, Corpus) else Corpus.open(Path(corpus))
-    config = recipe(recipe_name, profile)
-    start = load_pretrained(Path(init)) if init is not None else None
+    base = recipe(recipe_name, profile)
+    start = hf.load_pretrained(Path(init)) if init is not None else None
     if start is not None:
-        config = config_of(start, config)
-    config = from_dict(PretrainConfig, settings, where="electra.train", base=config)
+        base = hf.config_of(start, base)
+    config = from_dict(PretrainConfig, settings, where="electra.train", base=base)
     options: dict[str, Any] = {"quiet": quiet}
     if start is not None:
-        state = initial_state(start, config, corpus.vocab_size)
+        state = hf.initial_state(start, config, corpus.vocab_size)
         options |= {"initial": state.parameters, "initial_from": str(init)}
     with _interruptible():
         pretrain(config, corpus, Path(out), **options)
@@ -197,7 +169,7 @@ class Model:
         if any((self.path / name).is_file() for name in ("finetune.json", "head.safetensors")):
             fix = "open it with electra.load_finetuned"
             raise ElectraError("This is a model of a task.", where=str(path), fix=fix)
-        self.networks = load_pretrained(with_generator(self.path))
+        self.networks = hf.load_pretrained(detect.with_generator(self.path))
 
     def __repr__(self) -> str:
         pair = {"discriminator": self.networks.discriminator, "generator": self.networks.generator}
@@ -210,13 +182,13 @@ class Model:
 
     def detect(self, text: str, *, alternatives: int = 3) -> Detection:
         """P(replaced) of each token, and what the generator would rather see."""
-        return detect_in(self.networks, text, alternatives=alternatives)
+        return detect.detect(self.networks, text, alternatives=alternatives)
 
     def embed(
         self, lines: Iterable[str], *, pooling: Literal["mean", "cls"] = "mean", **settings: Any
     ) -> Vectors:
         """(N, D): one vector for each line; settings as for `electra embed`."""
-        return embed_with(encoder_of(self.networks), lines, pooling=pooling, **settings)
+        return embed.embed(hf.encoder_of(self.networks), lines, pooling=pooling, **settings)
 
     @torch.inference_mode()
     def encode(self, text: str) -> Encoded:
@@ -260,15 +232,15 @@ class Model:
                 dev=Path(dev) if dev is not None else None,
                 test=Path(test) if test is not None else None,
                 quiet=quiet,
-                note=_nothing if quiet else print,
+                note=_say(quiet),
             )
         return Finetuned(out)
 
-    def export(self, out: Place, *, license: str = "unknown") -> ExportReport:
+    def export(self, out: Place, *, license: str = "unknown") -> hf.ExportReport:
         """Write the networks for transformers, with a model card; `out` is checked by reading."""
         if (self.path / "run.json").is_file():
-            return export_run(self.path, Path(out), license=license)
-        return import_model(self.path, Path(out), license=license)
+            return hf.export_run(self.path, Path(out), license=license)
+        return hf.import_model(self.path, Path(out), license=license)
 
 
 class Answers(list[dict[str, Any]]):
@@ -276,12 +248,9 @@ class Answers(list[dict[str, Any]]):
 
     def _repr_html_(self) -> str:
         names = list(dict.fromkeys(name for row in self for name in row))
-        rows = [[_cell(row.get(name, "")) for name in names] for row in self]
-        return to_html("\n".join(card.table(names, rows)))
-
-
-def _cell(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else card.code(value)
+        given = [[row.get(name, "") for name in names] for row in self]
+        rows = [[f"{v:.3f}" if isinstance(v, float) else code(v) for v in row] for row in given]
+        return to_html("\n".join(table(names, rows)))
 
 
 class Finetuned:
@@ -292,7 +261,7 @@ class Finetuned:
 
     def __init__(self, path: Place) -> None:
         self.path = Path(path)
-        self._loaded = read_finetuned(self.path)
+        self._loaded = hf.load_finetuned(self.path)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._loaded.model.to(self._device)
         self.task: tasks.Task = self._loaded.task
@@ -304,7 +273,7 @@ class Finetuned:
         return [seed["score"] for seed in self.results["seeds"]]
 
     def __repr__(self) -> str:
-        summary = card.long_form(self.results["summary"])
+        summary = long_form(self.results["summary"])
         return f"Finetuned({str(self.path)!r}): {self.task.metric} × 100: {summary}"
 
     def _repr_html_(self) -> str:

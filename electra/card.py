@@ -21,21 +21,12 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import __version__
+from . import __version__, report
 from .config import LICENSE, EncoderConfig, PretrainConfig, flat, from_dict, to_dict
 from .errors import ElectraError
 from .files import read_json
 from .flops import matmul_flops_per_token, paper_flops
-from .report import (
-    code,
-    curve_panels,
-    draw,
-    long_form,
-    loss_panel,
-    read_pretraining,
-    seed_losses,
-    table,
-)
+from .report import Panel, code, long_form, table
 from .tasks import Task
 
 PICTURE = "curves.png"
@@ -76,6 +67,10 @@ _USES = {
 _LIMITS = (
     "It knows the text it was trained on, with its errors and prejudices, and nobody tested what "
     "they do: test that before it decides about people."
+)
+_NO_LICENCE = (
+    "Nobody has said yet. Whoever publishes the model chooses, with an eye to the rights in its "
+    "text, by `--license` of the command that wrote it or in the lines at the top."
 )
 _LEARNED = {
     "mlm_loss": "generator, nats per masked token",
@@ -132,11 +127,7 @@ import electra
         sections["How it learned"] = f"![learning curves]({PICTURE})"
     use = "It was trained for the task above, on texts like those of its training set."
     sections["Use and limits"] = f"{_USES.get(kind, use)} {_LIMITS}"
-    unknown = "Nobody has said yet. Whoever publishes the model chooses, with an eye to the rights "
-    unknown += (
-        "in its text, by `--license` of the command that wrote it or in the lines at the top."
-    )
-    sections["Licence"] = unknown if license == "unknown" else f"{license}."
+    sections["Licence"] = _NO_LICENCE if license == "unknown" else f"{license}."
     sections |= {"Settings": settings} if settings else {}
     parts = [f"## {title}\n\n{text}\n" for title, text in sections.items()]
     return "\n".join(["---", *lines, "---", "", first, *parts]).encode()
@@ -149,16 +140,15 @@ def of_pretraining(config: PretrainConfig, step: int | None, run: Path | None) -
     """The story of a run; without its directory, as far as the settings tell it."""
     if run is None:
         return Story({"Training": _rows(training_facts({"config": to_dict(config)}, step, None))})
-    record, found = read_json(run / "run.json"), read_pretraining(run, "")
-    held = {key: found["curves"]["eval"][key] for key in _LEARNED}
+    record, found = read_json(run / "run.json"), report.read_pretraining(run, "")
+    held = found["curves"]["eval"]
     names = {key: name for key, name in _LEARNED.items() if held[key]}
     sections = {"Training": _rows(training_facts(record, step, found["seconds"]))}
     if names:
         last = {name: f"{held[key][-1][1]:.4g}" for key, name in names.items()}
         sections["Results on held-out text"] = _rows(last)
-    sections["Settings"] = settings_table(record["config"])
-    picture = draw(curve_panels([found], names), size=(4.2, 3.2), dpi=80) if names else None
-    return Story(sections, picture)
+    sections["Settings"] = _settings(record["config"])
+    return Story(sections, _picture(report.curve_panels([found], names)))
 
 
 def training_facts(
@@ -170,12 +160,11 @@ def training_facts(
     facts = {"recipe": code(config.name), "objective": code(config.objective.kind)}
     if known:
         names = [code(name) for name in known["files"]]
-        more = int(known["count"]) - len(names)
+        count, documents, tokens = (int(known[key]) for key in ("count", "documents", "tokens"))
+        more = count - len(names)
         facts["text"] = ", ".join(names) + f" and {more:,} more" * (more > 0)
-        facts["amount of text"] = (
-            f"{int(known['documents']):,} documents, {int(known['bytes']) / 1e6:,.1f} MB, "
-            f"{int(known['tokens']):,} tokens"
-        )
+        size = f"{int(known['bytes']) / 1e6:,.1f} MB"
+        facts["amount of text"] = f"{documents:,} documents, {size}, {tokens:,} tokens"
     if "corpus_fingerprint" in record:
         facts["corpus, SHA-256"] = code(record["corpus_fingerprint"])
     if start := record.get("init"):
@@ -235,10 +224,10 @@ def of_finetuning(
     if "median" in (summary := results.get("summary", results)):
         sections["Results"] = results_text(task, results)
         scores = (_hub_scores(task, summary),)
-    sections["Settings"] = settings_table(dict(results.get("settings", {})))
-    found = {"run": "", "losses": seed_losses(run) if run else []}
-    picture = draw([loss_panel([found])], size=(4.2, 3.2), dpi=80) if found["losses"] else None
-    return Story(sections, picture, scores)
+    sections["Settings"] = _settings(dict(results.get("settings", {})))
+    losses = report.seed_losses(run) if run else []
+    panels = [report.loss_panel([{"run": "", "losses": losses}])] if losses else []
+    return Story(sections, _picture(panels), scores)
 
 
 def results_text(task: Task, results: dict[str, Any]) -> str:
@@ -284,10 +273,13 @@ def _name(path: object) -> str:
     return code(str(path).rstrip("/").rpartition("/")[2])
 
 
-def _rows(facts: dict[str, str]) -> str:
-    return "\n".join(table(["", ""], [[name, value] for name, value in facts.items()]))
+def _rows(facts: dict[str, str], head: tuple[str, str] = ("", "")) -> str:
+    return "\n".join(table(head, list(facts.items())))
 
 
-def settings_table(values: dict[str, Any]) -> str:
-    rows = [[code(key), code(value)] for key, value in flat(values).items()]
-    return "\n".join(table(["setting", "value"], rows))
+def _settings(values: dict[str, Any]) -> str:
+    return _rows({code(k): code(v) for k, v in flat(values).items()}, ("setting", "value"))
+
+
+def _picture(panels: list[Panel]) -> bytes | None:
+    return report.draw(panels, size=(4.2, 3.2), dpi=80) if panels else None

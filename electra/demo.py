@@ -23,6 +23,7 @@ from typing import Any
 
 from rich.console import Console
 
+from .ablate import change
 from .config import FinetuneConfig
 from .corpus import Corpus, prepare
 from .demo_text import DemoText, Prose, find_text
@@ -43,34 +44,28 @@ VOCABULARY = 8192
 SEEDS = 3
 SENTENCES = 200
 TRAIN_SENTENCES, TEST_SENTENCES = 2000, 1000
+console = Console(highlight=False)
 
 
 def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None) -> dict[str, Any]:
     """Run everything into `out`, talk about it, and return (and store) what was measured."""
     begin = time.perf_counter()
-    console = Console(highlight=False)
     if (out / "demo.json").exists():
-        raise ElectraError(
-            "This directory already holds a finished demo.",
-            where=str(out),
-            fix="look at its demo.json and curves.png, or choose another --out",
-        )
+        what = "This directory already holds a finished demo."
+        fix = "look at its demo.json and curves.png, or choose another --out"
+        raise ElectraError(what, where=str(out), fix=fix)
     text = find_text(inputs)
-    config = tiny()
-    run = dataclasses.replace(config.run, minutes=minutes or MINUTES)
     # In the same minutes the demo's text teaches more with Muon than with Adam (docs/log.md).
-    optim = dataclasses.replace(config.optim, kind="muon", muon_rate=3e-3)
-    config = dataclasses.replace(config, run=run, optim=optim)
+    muon = {"kind": "muon", "muon_rate": 3e-3}
+    config = change(tiny(), run={"minutes": minutes or MINUTES}, optim=muon)
 
     console.rule("1  text, tokenizer, corpus")
     console.print(text.source)
     train, test = _split(text)
     if not train or len(_sentences(test, random.Random(0))) < 20:
-        raise ElectraError(
-            "The text has too few documents to keep some of them aside.",
-            where="--input",
-            fix="give some dozens of documents, with a blank line between them",
-        )
+        what = "The text has too few documents to keep some of them aside."
+        fix = "give some dozens of documents, with a blank line between them"
+        raise ElectraError(what, where="--input", fix=fix)
     console.print(f"{len(test)} of {len(text.documents)} documents are kept aside for steps 3, 4")
     file = _write_text(train, out / "text" / "train.txt")
     tokenizer = train_tokenizer([file], vocab_size=VOCABULARY)
@@ -90,7 +85,7 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     console.rule("3  export, and a look at a sentence")
     report = export_run(out / "run", out / "export")
     model = load_pretrained(out / "export")
-    exchanged = _show_exchanged_words(model, test, console)
+    exchanged = _show_exchanged_words(model, test)
 
     console.rule("4  does pre-training help?")
     console.print("have two neighbouring words of this sentence changed places?")
@@ -98,10 +93,10 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
         "train": _swapped_or_not(train, TRAIN_SENTENCES, seed=1),
         "dev": _swapped_or_not(test, TEST_SENTENCES, seed=2),
     }
-    task = _compare(load_encoder(out / "export"), splits, out / "tuned", console)
+    task = _compare(load_encoder(out / "export"), splits, out / "tuned")
 
     console.rule("5  the same with the model that comes with electra")
-    shipped = _shipped(splits, test, out / "tuned", console, exchanged, task)
+    shipped = _shipped(splits, test, out / "tuned", exchanged, task)
 
     result = {
         "text": text.source,
@@ -115,21 +110,27 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     }
     write_atomic(out / "demo.json", json_bytes(result, indent=1))
     console.rule("where everything lies")
-    console.print(f"curves       {out / 'run' / 'curves.png'}")
-    console.print(f"numbers      {out / 'demo.json'}, {out / 'run' / 'metrics.jsonl'}")
-    console.print(f"model        {', '.join(map(str, report.directories))}")
-    console.print(f'try it       electra detect --model {out / "export"} "a sentence of yours"')
-    console.print(f"fine-tuned   {out / 'tuned' / 'pretrained' / 'model'}")
-    console.print(f"load it      AutoModel.from_pretrained('{out / 'export' / 'discriminator'}')")
+    for name, place in {
+        "curves": out / "run" / "curves.png",
+        "numbers": f"{out / 'demo.json'}, {out / 'run' / 'metrics.jsonl'}",
+        "model": ", ".join(map(str, report.directories)),
+        "try it": f'electra detect --model {out / "export"} "a sentence of yours"',
+        "fine-tuned": out / "tuned" / "pretrained" / "model",
+        "load it": f"AutoModel.from_pretrained('{out / 'export' / 'discriminator'}')",
+    }.items():
+        console.print(f"{name:12} {place}")
     console.print(f"all of it took {result['seconds']:.0f} s")
     return result
 
 
-def _split(text: DemoText) -> tuple[tuple[Prose, ...], tuple[Prose, ...]]:
+def _split(text: DemoText) -> tuple[list[Prose], list[Prose]]:
     """Every sixth document or so is kept from pre-training and from the classifier's training."""
-    kept = [int(hashlib.sha256(d.name.encode()).hexdigest(), 16) % 6 != 0 for d in text.documents]
-    pairs = list(zip(text.documents, kept, strict=True))
-    return tuple(d for d, k in pairs if k), tuple(d for d, k in pairs if not k)
+    train: list[Prose] = []
+    test: list[Prose] = []
+    for document in text.documents:
+        digest = int(hashlib.sha256(document.name.encode()).hexdigest(), 16)
+        (train if digest % 6 else test).append(document)
+    return train, test
 
 
 def _write_text(documents: Sequence[Prose], path: Path) -> Path:
@@ -143,9 +144,7 @@ def _write_text(documents: Sequence[Prose], path: Path) -> Path:
 # ---------------------------------------------------------------------- the exchanged word
 
 
-def _show_exchanged_words(
-    model: Pretrained, test: Sequence[Prose], console: Console
-) -> dict[str, Any]:
+def _show_exchanged_words(model: Pretrained, test: Sequence[Prose]) -> dict[str, Any]:
     """Exchange one word in each of many unseen sentences; how often is it the most suspicious?"""
     draw = random.Random(0)
     sentences = _sentences(test, draw)
@@ -184,49 +183,34 @@ def _show_exchanged_words(
 # ---------------------------------------------------------------------- the labelled task
 
 
-def _compare(
-    trained: LoadedEncoder, splits: dict[str, Examples], out: Path, console: Console
-) -> dict[str, Any]:
+def _compare(trained: LoadedEncoder, splits: dict[str, Examples], out: Path) -> dict[str, Any]:
     """Test accuracy after fine-tuning the pre-trained and a random encoder, three seeds each."""
     encoder = Encoder(trained.config, Embeddings(trained.config, trained.vocab_size))
     initialise(encoder, tiny().encoder.init, 0)  # as the pre-trained one was before
     start = dict(encoder.state_dict())
     untrained = dataclasses.replace(trained, tensors=start, description="the same without training")
+    settings = {"learning_rate": 5e-4, "layer_decay": 1.0, "epochs": 2}
     scores = {
-        kind: _tune(
-            kind, model, splits, out, console, learning_rate=5e-4, layer_decay=1.0, epochs=2
-        )
+        kind: _tune(kind, model, splits, out, **settings)
         for kind, model in (("pretrained", trained), ("random", untrained))
     }
-    share = statistics.mean(splits["dev"].labels)
-    majority = max(share, 1 - share)
+    labels = splits["dev"].labels
+    majority = max(statistics.mean(labels), 1 - statistics.mean(labels))
     console.print(f"{'majority':11} {100 * majority:5.1f} %")
     separated = min(scores["pretrained"]) > max(scores["random"])
-    console.print(
-        "every pre-trained seed beats every random one"
-        if separated
-        else "the seeds overlap: no difference beyond their spread was seen"
-    )
-    sentences = len(splits["dev"].labels)
-    return {**scores, "majority": majority, "separated": separated, "sentences": sentences}
+    told = "the seeds overlap: no difference beyond their spread was seen"
+    console.print("every pre-trained seed beats every random one" if separated else told)
+    return {**scores, "majority": majority, "separated": separated, "sentences": len(labels)}
 
 
 def _tune(
-    kind: str,
-    model: LoadedEncoder,
-    splits: dict[str, Examples],
-    out: Path,
-    console: Console,
-    **settings: Any,
+    kind: str, model: LoadedEncoder, splits: dict[str, Examples], out: Path, **settings: Any
 ) -> list[float]:
     """The accuracy of every seed."""
-    task = Task(
-        name="word order", kind="classification", metric="accuracy", labels=("as it was", "changed")
-    )
-    config = FinetuneConfig(
-        batch_size=16, dropout=0.0, attention_dropout=0.0, length=32, seeds=SEEDS, **settings
-    )
-    config = resolve(config, model.config, task)
+    labels = ("as it was", "changed")
+    task = Task(name="word order", kind="classification", metric="accuracy", labels=labels)
+    settings |= {"batch_size": 16, "length": 32, "dropout": 0.0, "attention_dropout": 0.0}
+    config = resolve(FinetuneConfig(seeds=SEEDS, **settings), model.config, task)
     data = TextData(Loaded(task, splits), model.tokenizer, config)
     results = finetune(config, model, data, out / kind, quiet=True)
     values = [seed["score"] for seed in results["seeds"]]
@@ -241,7 +225,6 @@ def _shipped(
     splits: dict[str, Examples],
     test: Sequence[Prose],
     out: Path,
-    console: Console,
     exchanged: dict[str, Any],
     task: dict[str, Any],
 ) -> dict[str, Any] | None:
@@ -252,9 +235,9 @@ def _shipped(
         console.print(f"left out: {error.where} is not here; a checkout of electra has it")
         return None
     model, begin = load_pretrained(path), time.perf_counter()
-    found = _show_exchanged_words(model, test, console)
+    found = _show_exchanged_words(model, test)
     # One pass, with the paper's rates: a step takes it many times as long as the tiny one.
-    scores = _tune("small-en", encoder_of(model), splits, out, console, epochs=1)
+    scores = _tune("small-en", encoder_of(model), splits, out, epochs=1)
     rows = {"tiny": (exchanged, task["pretrained"]), "small-en": (found, scores)}
     for name, (words, values) in rows.items():
         console.print(
@@ -281,8 +264,7 @@ def _sentences(documents: Sequence[Prose], draw: random.Random) -> list[str]:
 def _swapped_or_not(documents: Sequence[Prose], count: int, *, seed: int) -> Examples:
     """Sentences with label 1 where two neighbouring words changed places."""
     draw = random.Random(seed)
-    texts: list[tuple[str, ...]] = []
-    labels: list[int] = []
+    texts, labels = list[tuple[str, ...]](), list[int]()
     for sentence in _sentences(documents, draw)[:count]:
         words = sentence.split()
         labels.append(int(draw.random() < 0.5))
@@ -290,4 +272,4 @@ def _swapped_or_not(documents: Sequence[Prose], count: int, *, seed: int) -> Exa
             k = draw.randrange(1, len(words) - 2)  # neither the first word nor the last
             words[k], words[k + 1] = words[k + 1], words[k]
         texts.append((" ".join(words),))
-    return Examples(texts, labels, [str(i) for i in range(len(texts))])
+    return Examples(texts, labels, list(map(str, range(len(texts)))))

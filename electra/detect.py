@@ -8,6 +8,7 @@ generator would rather see where it is suspicious; `render` colours it for the t
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import groupby
@@ -106,7 +107,7 @@ def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Det
         model = load_pretrained(with_generator(model))
     network = model.network("discriminator")
     encoding, x = encode(model, text)
-    return verdict(model, text, encoding, x, _probabilities(network, x), alternatives)
+    return verdict(model, text, encoding, x, probabilities(network, x), alternatives)
 
 
 def verdict(
@@ -117,9 +118,13 @@ def verdict(
     tokens = [Token(token, start, end, p) for token, (start, end), p in places]
     if model.generator is not None and alternatives > 0:
         at = (replaced > _SUSPICIOUS).index_fill(0, replaced.argmax(), True).nonzero().squeeze(1)
-        proposals = _alternatives(model, model.generator, x, at + 1, alternatives)
-        for i, proposal in zip(at.tolist(), proposals, strict=True):
-            tokens[i] = replace(tokens[i], alternatives=proposal)
+        tokenizer = model.needed_tokenizer()
+        for rows, g in hidden_in_turn(model, x, at + 1):
+            g = g.softmax(-1)[:, : tokenizer.vocab_size]  # (S, V)
+            p, best = g.topk(min(alternatives, tokenizer.vocab_size))  # (S, k)
+            for i, ids, row in zip(rows.tolist(), best.tolist(), p.tolist(), strict=True):
+                named = tuple(map(Alternative, tokenizer.decode_tokens(ids), row))
+                tokens[i - 1] = replace(tokens[i - 1], alternatives=named)
     return Detection(text, _words(tokens, encoding.word_ids))
 
 
@@ -132,12 +137,9 @@ def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
     x = torch.tensor([[tokenizer.cls_id, *encoding.ids, tokenizer.sep_id]])  # (1, T)
     longest = model.network("discriminator").config.max_positions
     if x.shape[1] > longest:
-        raise ElectraError(
-            f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
-            f"{longest:,}.",
-            where="text",
-            fix="give a shorter text, or one part after the other",
-        )
+        what = f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
+        fix = "give a shorter text, or one part after the other"
+        raise ElectraError(f"{what}{longest:,}.", where="text", fix=fix)
     return encoding, x
 
 
@@ -160,30 +162,24 @@ def with_generator(path: Path) -> Path:
 
 
 @torch.no_grad()
-def _probabilities(network: Network, x: Tensor) -> Tensor:
+def probabilities(network: Network, x: Tensor) -> Tensor:
     """P(replaced) of the tokens between [CLS] and [SEP], (T − 2,)."""
     encoder, head = build_discriminator(network)
     return head(encoder(x, torch.zeros_like(x), None, None))[0, 1:-1].sigmoid()
 
 
 @torch.no_grad()
-def _alternatives(
-    model: Pretrained, network: Network, x: Tensor, at: Tensor, k: int
-) -> list[tuple[Alternative, ...]]:
-    """The generator's k best tokens at each of the positions `at` (S,), one masked at a time."""
-    encoder, head = build_generator(network)
-    tokenizer, x = model.needed_tokenizer(), x.to(encoder.embeddings.word.weight.device)
-    k = min(k, tokenizer.vocab_size)
-    found: list[tuple[Alternative, ...]] = []
-    for rows in at.split(_ROWS):
-        x_masked = x.repeat(len(rows), 1).scatter(1, rows[:, None], tokenizer.mask_id)  # (S, T)
+def hidden_in_turn(model: Pretrained, x: Tensor, at: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some of the positions `at` at a time, (S,), and the generator's logits there, (S, V).
+
+    Each position of x (1, T) is masked apart, so that the rest of the text is as it stands.
+    """
+    encoder, head = build_generator(model.network("generator"))
+    mask_id, x = model.needed_tokenizer().mask_id, x.to(encoder.embeddings.word.weight.device)
+    for rows in at.to(x.device).split(_ROWS):
+        x_masked = x.repeat(len(rows), 1).scatter(1, rows[:, None], mask_id)  # (S, T)
         h = encoder(x_masked, torch.zeros_like(x_masked), None, None)  # (S, T, D)
-        g = head(h[torch.arange(len(rows)), rows], encoder.embeddings.word.weight)  # (S, V)
-        p, best = g.softmax(-1)[:, : tokenizer.vocab_size].topk(k)  # (S, k)
-        for row, ids in zip(p.tolist(), best.tolist(), strict=True):
-            names = tokenizer.decode_tokens(ids)
-            found.append(tuple(map(Alternative, names, row)))
-    return found
+        yield rows, head(h[torch.arange(len(rows)), rows], encoder.embeddings.word.weight)
 
 
 def _words(tokens: list[Token], word_ids: list[int | None]) -> tuple[Word, ...]:
@@ -197,8 +193,7 @@ def render(detection: Detection) -> Text:
     """The text with a background from none to red, and the alternatives below it."""
     shown = Text(_printable(detection.text))
     for token in detection.tokens:
-        if token.replaced >= _SHOWN:
-            shown.stylize(_style(token.replaced), token.start, token.end)
+        shown.stylize(_style(token.replaced), token.start, token.end)
     for token in detection.tokens:
         if token.alternatives:
             own = _printable(detection.text[token.start : token.end])

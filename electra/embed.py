@@ -36,6 +36,7 @@ from .tokenizer import LineEncoder, take_runs
 
 Pooling = Literal["mean", "cls"]
 Vectors = NDArray[np.float32]
+_Work = tuple[Vectors, list[Future[None]]]
 
 _PART = 1 << 14  # lines that are sorted together,
 _CHARACTERS = 1 << 22  # or fewer, if they are long
@@ -109,15 +110,13 @@ class Embedder:
         self.length = min(128, longest) if length is None else length
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._batch_tokens = batch_tokens or _BATCH_TOKENS[self._device.type]
-        self._threads = (
-            1 if self._device.type == "cuda" else threads or len(os.sched_getaffinity(0))
-        )
-        for name, value, limit in (
-            ("length", self.length, longest),
-            ("batch_tokens", self._batch_tokens, 1 << 30),
-            ("threads", self._threads, 1 << 10),
+        on_gpu = self._device.type == "cuda"
+        self._threads = 1 if on_gpu else threads or len(os.sched_getaffinity(0))
+        for name, value, low, limit in (
+            ("length", self.length, 2, longest),
+            ("batch_tokens", self._batch_tokens, 1, 1 << 30),
+            ("threads", self._threads, 1, 1 << 10),
         ):
-            low = 2 if name == "length" else 1
             if not low <= value <= limit:
                 what = f"{name} is {value:,}."
                 raise ElectraError(what, where=name, fix=f"use {low} to {limit:,} with this model")
@@ -131,7 +130,7 @@ class Embedder:
     ) -> Iterator[Vectors]:
         """Vectors of consecutive lines, some thousand at a time."""
         pool = ThreadPoolExecutor(self._threads, "embed", torch.set_num_threads, (1,))
-        waiting: deque[tuple[Vectors, list[Future[None]]]] = deque()
+        waiting: deque[_Work] = deque()
 
         def finished() -> Vectors:
             vectors, futures = waiting.popleft()
@@ -151,9 +150,7 @@ class Embedder:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _start(
-        self, lines: list[str], pool: ThreadPoolExecutor
-    ) -> tuple[Vectors, list[Future[None]]]:
+    def _start(self, lines: list[str], pool: ThreadPoolExecutor) -> _Work:
         """The vectors of a part, and the work after which they are there."""
         ids, counts = self._lines.encode_lines(lines)
         starts, kept = np.cumsum(counts) - counts, np.minimum(counts, self.length - 2)
@@ -185,15 +182,10 @@ class Embedder:
         x[np.arange(B), counts + 1] = t.sep_id
         mask = torch.from_numpy(position < counts[:, None] + 2).to(self._device)  # (B, T)
         given = torch.from_numpy(x).to(self._device)
-        is_full = counts.min() == counts.max()
-        h = self._encoder(
-            given,
-            torch.zeros_like(given),
-            None if is_full else mask,
-            None,
-            only_first=self._only_first,
-        )  # (B, T, D), or (B, 1, D)
-        if self._only_first:
+        needed = None if counts.min() == counts.max() else mask
+        first = self._only_first
+        h = self._encoder(given, torch.zeros_like(given), needed, None, only_first=first)
+        if first:  # h is (B, 1, D), else (B, T, D)
             return h[:, 0].cpu().numpy()
         share = mask / mask.sum(1, keepdim=True)  # (B, T)
         return torch.bmm(share[:, None], h)[:, 0].cpu().numpy()
@@ -219,17 +211,15 @@ def _writing(out: Path, width: int) -> Generator[Callable[[Vectors], object]]:
         try:
             with open(temporary, "wb") as file:
                 if out.suffix == ".npy":
-                    rows = 0
-
-                    def write(vectors: Vectors) -> None:
-                        nonlocal rows
-                        file.write(vectors.astype("<f4", copy=False).data)
-                        rows += len(vectors)
-
-                    file.write(_npy_header(0, width))
-                    yield write
+                    about: dict[str, Any] = {"descr": "<f4", "fortran_order": False}
+                    # numpy leaves room in it for as many rows as there may be at the end
+                    write_header = np.lib.format.write_array_header_1_0
+                    write_header(file, about | {"shape": (0, width)})
+                    start = file.tell()
+                    yield lambda vectors: file.write(vectors.astype("<f4", copy=False).data)
+                    rows = (file.tell() - start) // (4 * width)
                     file.seek(0)
-                    file.write(_npy_header(rows, width))
+                    write_header(file, about | {"shape": (rows, width)})
                 else:
                     import pyarrow as pa
                     from pyarrow import parquet
@@ -237,25 +227,18 @@ def _writing(out: Path, width: int) -> Generator[Callable[[Vectors], object]]:
                     kind: Any = pa.list_(pa.float32(), width)
                     schema = pa.schema([pa.field("vector", kind)])
 
+                    def write(vectors: Vectors) -> None:
+                        column = pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), width)
+                        writer.write_table(pa.table([column], schema=schema))
+
                     with parquet.ParquetWriter(file, schema, use_dictionary=False) as writer:
-                        yield lambda vectors: writer.write_table(
-                            pa.table(
-                                [pa.FixedSizeListArray.from_arrays(vectors.reshape(-1), width)],
-                                schema=schema,
-                            )
-                        )
+                        yield write
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, out)
             fsync_dir(out.parent)
         finally:
             temporary.unlink(missing_ok=True)
-
-
-def _npy_header(rows: int, width: int) -> bytes:
-    """Always 128 bytes, so that the number of rows can be filled in at the end."""
-    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {width}), }}"
-    return b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + f"{text:117}\n".encode()
 
 
 # ---------------------------------------------------------------------- sentence-transformers
@@ -267,23 +250,19 @@ def for_sentence_transformers(directory: Path, *, pooling: Pooling = "mean") -> 
     It gives the vectors of `embed`, except that it takes [CLS] and [SEP] of an empty line for text.
     """
     c = load_encoder(directory).config
-    module = "sentence_transformers.models"
     parts = ("", "Transformer"), ("1_Pooling", "Pooling")
     modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"{module}.{name}"}
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
         for i, (path, name) in enumerate(parts)
     ]
-    modes = {
-        "pooling_mode_cls_token": pooling == "cls",
-        "pooling_mode_mean_tokens": pooling != "cls",
+    is_cls = pooling == "cls"
+    modes = {"pooling_mode_cls_token": is_cls, "pooling_mode_mean_tokens": not is_cls}
+    reading = {"max_seq_length": min(128, c.max_positions), "do_lower_case": False}
+    files = {
+        "1_Pooling/config.json": {"word_embedding_dimension": c.hidden_size, **modes},
+        "sentence_bert_config.json": reading,
+        "modules.json": modules,  # last, for it is what makes the directory one
     }
     (directory / "1_Pooling").mkdir(exist_ok=True)
-    for name, values in (
-        ("1_Pooling/config.json", {"word_embedding_dimension": c.hidden_size, **modes}),
-        (
-            "sentence_bert_config.json",
-            {"max_seq_length": min(128, c.max_positions), "do_lower_case": False},
-        ),
-        ("modules.json", modules),  # last, for it is what makes the directory one
-    ):
+    for name, values in files.items():
         write_atomic(directory / name, json_bytes(values, indent=2))

@@ -32,14 +32,11 @@ def describe() -> dict[str, str]:
         facts[name] = importlib.metadata.version(name)
     cores = len(os.sched_getaffinity(0))
     facts["cpu"] = f"{cpu_name()}, {cores} cores, {fastest_threads()} threads are fastest now"
+    facts |= {"gpu": "none that torch can use", "precision": "fp32 on the CPU"}
     if torch.cuda.is_available():
-        device = torch.device("cuda")
-        rate = matmul_rate(device, torch.bfloat16)
+        rate = matmul_rate(torch.device("cuda"), torch.bfloat16)
         facts["gpu"] = f"{torch.cuda.get_device_name()}, {rate / 1e12:.0f} TFLOP/s in bf16"
         facts["precision"] = "bf16 on the GPU"
-    else:
-        facts["gpu"] = "none that torch can use"
-        facts["precision"] = "fp32 on the CPU"
     facts["bf16 on cpu"] = "works" if bf16_survives() else "kills the process: fp32 is used"
     for name, use in OPTIONAL.items():
         found = importlib.util.find_spec(name) is not None

@@ -47,14 +47,12 @@ def extend(
     """
     pretrained = load_pretrained(model)
     old = pretrained.needed_tokenizer()
-    backend = old.backend
     if not old.is_word_local or tokens < 1:
         what = f"{tokens} tokens cannot be added to this tokenizer."
         fix = "give a number above 0, and a model with a WordPiece vocabulary as BERT splits words"
         raise ElectraError(what, where=str(model), fix=fix)
-    words = count_words(
-        inputs, backend.normalizer, backend.pre_tokenizer, column=column, max_bytes=max_bytes
-    )
+    split = (old.backend.normalizer, old.backend.pre_tokenizer)
+    words = count_words(inputs, *split, column=column, max_bytes=max_bytes)
     chosen = choose(words, old, tokens)
     new = old.with_tokens(chosen)
     pieces = [_pieces(old, token) for token in chosen]
@@ -63,7 +61,10 @@ def extend(
     record = {"version": __version__, "extended_from": str(model), "tokens_added": len(chosen)}
     text = f"{code(model.name)} with {len(chosen):,} more tokens, not yet trained with them."
     report = export_networks(networks, new, out, record, card.Story({"Training": text}))
-    before, after = (_tokens_per_word(words, tokenizer) for tokenizer in (old, new))
+    before, after = (
+        sum(n * len(t.backend.model.tokenize(word)) for word, n in words.items()) / words.total()
+        for t in (old, new)
+    )
     return Extended(tuple(chosen), before, after, report)
 
 
@@ -106,8 +107,3 @@ def _grow(network: Network, first: int, pieces: list[list[int]]) -> Network:
             grown[first : first + len(pieces)] = torch.stack([table[p].mean(0) for p in pieces])
             tensors[name] = grown
     return replace(network, vocab_size=size, tensors=tensors)
-
-
-def _tokens_per_word(words: Counter[str], tokenizer: Tokenizer) -> float:
-    tokenize = tokenizer.backend.model.tokenize
-    return sum(n * len(tokenize(word)) for word, n in words.items()) / words.total()

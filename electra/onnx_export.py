@@ -123,11 +123,8 @@ def export_onnx(
         program.save(plain, external_data=is_large)
         proto = onnx.load(plain, load_external_data=False)
         # Shapes that the quantiser would contradict, and where this code lay on this machine.
-        for part_of in (
-            proto.graph.value_info,
-            *(node.metadata_props for node in proto.graph.node),
-        ):
-            del part_of[:]
+        for told in (proto.graph.value_info, *(n.metadata_props for n in proto.graph.node)):
+            del told[:]
         onnx.save(proto, plain)
         apart = _differences(graph, session(plain), checks)
         largest = max(1.0, *(float(o.abs().max()) for rows in checks for o in graph(*rows)))
@@ -135,13 +132,9 @@ def export_onnx(
         hf._require(is_close, f"outputs differ by {apart.max():.1e} in onnxruntime")
         cost: dict[str, float] = {}
         if int8:
-            quantization.quantize_dynamic(
-                plain,
-                small,
-                per_channel=True,
-                weight_type=quantization.QuantType.QInt8,
-                use_external_data_format=is_large,
-            )
+            options = {"per_channel": True, "use_external_data_format": is_large}
+            kind = quantization.QuantType.QInt8
+            quantization.quantize_dynamic(plain, small, weight_type=kind, **options)
             rounded = _differences(graph, session(small), checks)
             cost = {"largest": float(rounded.max()), "mean": float(rounded.mean())}
             for name, path in (("accuracy", plain), ("accuracy_int8", small)):
@@ -211,14 +204,10 @@ def _rows(tokenizer: Tokenizer, B: int, T: int) -> Rows:
 
 def _trace(graph: _Graph, rows: Rows) -> Any:
     length = torch.export.Dim("length", max=graph.encoder.config.max_positions)
+    shapes = [{0: torch.export.Dim("batch"), 1: length}] * 3
+    names: Any = {"input_names": _INPUTS, "output_names": graph.outputs}
     return torch.onnx.export(
-        graph,
-        rows,
-        dynamo=True,
-        input_names=_INPUTS,
-        output_names=graph.outputs,
-        dynamic_shapes=[{0: torch.export.Dim("batch"), 1: length}] * 3,
-        verbose=False,
+        graph, rows, dynamo=True, dynamic_shapes=shapes, verbose=False, **names
     )
 
 
@@ -243,18 +232,17 @@ def _labelled(tuned: hf.FineTuned, data: Path) -> tuple[list[Rows], list[int]]:
     texts = [text for part in parts for text in part.texts]
     features = encode_texts(texts, np.zeros(len(texts)), tuned.tokenizer, tuned.length)
     every = zip(features.tokens, features.lengths, features.first, strict=True)
-    rows = [
-        (torch.from_numpy(x[None, :n].astype(np.int64)), torch.ones(1, n, dtype=torch.int64),
-         (torch.arange(n) >= first).long()[None])
-        for x, n, first in every
-    ]  # fmt: skip
+    rows: list[Rows] = []
+    for x, n, first in every:
+        mask = torch.ones(1, n, dtype=torch.int64)
+        segment = (torch.arange(n) >= first).long()[None]
+        rows.append((torch.from_numpy(x[None, :n].astype(np.int64)), mask, segment))
     codes = {name: i for i, name in enumerate(task.labels)}
     return rows, [codes.get(name, -1) for name in names]
 
 
 def _accuracy(run: Run, rows: list[Rows], labels: list[int]) -> float:
-    guesses = [int(run(row)[0].argmax()) for row in rows]
-    return float(np.mean(np.array(guesses) == np.array(labels)))
+    return float(np.mean(np.array([run(row)[0].argmax() for row in rows]) == labels))
 
 
 @contextmanager

@@ -18,9 +18,12 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from .ablate import CURVES, PAPER, STUDIES
 from .errors import ElectraError
@@ -31,7 +34,7 @@ _NONE = "–"
 _FIX = "restore the file from a backup, or leave this run out"
 _FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")
 _SUMMARY = ("median", "mean", "std", "best", "seeds", "failed")
-_CURVES = {  # held-out numbers of a pre-training run
+HELD_OUT = {  # held-out numbers of a pre-training run
     "mlm_loss": "generator loss",
     "disc_loss": "discriminator loss",
     "disc_auc": "AUC of replaced tokens",
@@ -43,7 +46,7 @@ _HEALTH = {  # and what training itself tells
 }
 _COLUMNS = (
     *("run", "kind", "state", "task", "metric", "model", *_SUMMARY, "ensemble"),
-    *("recipe", "steps", "tokens", "seconds", *_CURVES),
+    *("recipe", "steps", "tokens", "seconds", *HELD_OUT),
 )
 _STUDY_COLUMNS = ("label", "seed", "flops", "parameters", "mlm_accuracy", "score")
 # Values of a run by column; those that do not apply to it are missing. Pre-training has also
@@ -109,31 +112,29 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
             finetuned += _read_finetuning(path, title)
     sections: list[Section] = []
     if pretrained:
-        panels, more = curve_panels(pretrained, _CURVES), curve_panels(pretrained, _HEALTH)
+        panels, more = curve_panels(pretrained, HELD_OUT), curve_panels(pretrained, _HEALTH)
         sections.append(Section(_pretraining_table(pretrained), panels, more, pretrained))
     if finetuned:
-        more = [loss_panel(finetuned)] * any(run.get("losses") for run in finetuned)
+        more = [loss_panel(finetuned)] * any(run["losses"] for run in finetuned)
         table = _finetuning_tables(finetuned)
         sections.append(Section(table, [_scores_panel(finetuned)], more, finetuned))
+    same: dict[tuple[str, ...], list[_Study]] = {}
     for study in studies:
         figures, cells = _study_figures(study), _study_runs(study)
         sections.append(Section(_study_table(study), figures, [], cells))
-    same: dict[tuple[str, ...], list[_Study]] = {}
-    for study in studies:
-        same.setdefault((study.name, *sorted(study.tasks)), []).append(study)
-    for several in same.values():
-        if lines := _order_by_scale([study for study in several if study.rows]):
-            sections.append(Section(lines, [], [], []))
-    return sections
+        if study.rows:
+            same.setdefault((study.name, *sorted(study.tasks)), []).append(study)
+    orders = [_order_by_scale(several) for several in same.values()]
+    return sections + [Section(lines, [], [], []) for lines in orders if lines]
 
 
-def _is_finite(value: Any) -> bool:
+def is_finite(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number(value: Any) -> float | None:
     """A finite number or nothing; raises on anything else."""
-    if value is not None and not _is_finite(value):
+    if value is not None and not is_finite(value):
         raise ValueError(f"{value!r} is no finite number")
     return value
 
@@ -144,26 +145,20 @@ def _needed(value: Any) -> float:
     return number
 
 
-def _metrics(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The metrics of a run that may have none yet."""
     return read_metrics(path) if (path / "metrics.jsonl").is_file() else []
 
 
 def read_pretraining(path: Path, title: str) -> _Run:
     """A run of `electra pretrain`."""
     with reading(path / "metrics.jsonl", _FIX):
-        metrics = _metrics(path)
+        metrics = read_log(path)
         steps = max((int(m["step"]) for m in metrics), default=0)
         times = [float(m["seconds"]) for m in metrics if m["kind"] == "train"]
         held = [m for m in metrics if m["kind"] == "eval"]
         curves = {
-            kind: {
-                key: [
-                    (m["step"], m[key])
-                    for m in metrics
-                    if m["kind"] == kind and _is_finite(m.get(key))
-                ]
-                for key in (*_CURVES, *_HEALTH)
-            }
+            kind: {key: _points(metrics, kind, key) for key in (*HELD_OUT, *_HEALTH)}
             for kind in ("eval", "train")
         }
         told = [(m["step"], str(m["warning"])) for m in metrics if "warning" in m]
@@ -180,7 +175,12 @@ def read_pretraining(path: Path, title: str) -> _Run:
     run: _Run = {"run": title, "kind": "pretrain", "state": state, "recipe": recipe}
     run |= {"steps": steps, "tokens": tokens, "seconds": round(seconds, 1), "curves": curves}
     run |= {"record": record, "warnings": [f"step {step:,}: {text}" for step, text in told]}
-    return run | {key: held[-1].get(key) if held else None for key in _CURVES}
+    return run | {key: held[-1].get(key) if held else None for key in HELD_OUT}
+
+
+def _points(metrics: list[dict[str, Any]], kind: str, key: str) -> list[tuple[float, float]]:
+    """(step, value) where there is a value."""
+    return [(m["step"], m[key]) for m in metrics if m["kind"] == kind and is_finite(m.get(key))]
 
 
 def _read_finetuning(path: Path, title: str) -> list[_Run]:
@@ -192,18 +192,15 @@ def _read_finetuning(path: Path, title: str) -> list[_Run]:
         fix = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
         raise ElectraError(what, where=str(path), fix=fix)
     if parts[0] == path:
-        return [_read_results(path, title, None)]
-    return [_read_results(part, f"{title}/{part.name}", title) for part in parts]
+        return [read_results(path, title, None)]
+    return [read_results(part, f"{title}/{part.name}", title) for part in parts]
 
 
-def _read_results(path: Path, title: str, row: str | None) -> _Run:
+def read_results(path: Path, title: str, row: str | None) -> _Run:
     """The results, or as much as is known of a run that has none yet."""
-    begun, file = path / "finetune.json", path / "results.json"
-    is_done, told = file.is_file(), list[str]()
-    with reading(file if is_done else begun, _FIX):
-        read = json.loads((file if is_done else begun).read_bytes())
-        if read["format"] != 1:
-            raise ValueError(f"format {read['format']} is not 1")
+    begun, told = path / "finetune.json", list[str]()
+    is_done = (path / "results.json").is_file()
+    with _record(path / "results.json" if is_done else begun) as read:
         metric, model = str(read["task"]["metric"]), str(read["model"])
         run: _Run = {"run": title, "kind": "finetune", "state": "finished", "row": row or model}
         run |= {"task": str(read["task"]["name"]), "metric": metric, "model": model}
@@ -226,12 +223,22 @@ def _read_results(path: Path, title: str, row: str | None) -> _Run:
     return run | {"losses": seed_losses(path)}
 
 
+@contextmanager
+def _record(file: Path) -> Generator[dict[str, Any]]:
+    """A record of format 1; what goes wrong in the block is its fault."""
+    with reading(file, _FIX):
+        read = json.loads(file.read_bytes())
+        if read["format"] != 1:
+            raise ValueError(f"format {read['format']} is not 1")
+        yield read
+
+
 def seed_losses(path: Path) -> list[list[tuple[float, float]]]:
     """Training loss of each seed of a fine-tuning run, over the share of its steps in percent."""
     with reading(path / "metrics.jsonl", _FIX):
         seeds: dict[Any, list[float]] = {}
-        for m in _metrics(path):
-            if m["kind"] == "train" and _is_finite(m.get("loss")):
+        for m in read_log(path):
+            if m["kind"] == "train" and is_finite(m.get("loss")):
                 seeds.setdefault(m.get("seed"), []).append(m["loss"])
     return [
         [(100 * (i + 1) / len(values), value) for i, value in enumerate(values)]
@@ -240,11 +247,8 @@ def seed_losses(path: Path) -> list[list[tuple[float, float]]]:
 
 
 def _read_study(path: Path, title: str) -> _Study:
-    file, rows = path / "ablate.json", dict[str, list[_Run]]()
-    with reading(file, _FIX):
-        read = json.loads(file.read_bytes())
-        if read["format"] != 1:
-            raise ValueError(f"format {read['format']} is not 1")
+    rows: dict[str, list[_Run]] = {}
+    with _record(path / "ablate.json") as read:
         tasks = [str(task) for task in read["tasks"]]
         for one in read["cells"]:
             cell: _Run = {k: str(one[k]) for k in ("label", "state")}
@@ -258,8 +262,8 @@ def _read_study(path: Path, title: str) -> _Study:
                     | {key: _needed(one["scores"][task][key]) for key in _SUMMARY}
                     for task in tasks
                 }
-                points = [{k: _number(p[k]) for k in ("step", *CURVES)} for p in one["curve"]]
-                cell["curve"] = points
+                columns = ("step", *CURVES)
+                cell["curve"] = [{k: _number(point[k]) for k in columns} for point in one["curve"]]
             rows.setdefault(cell["label"], []).append(cell)
         return _Study(title, str(read["study"]), tasks, rows)
 
@@ -290,12 +294,12 @@ def _percent(value: float | None) -> str:
 
 
 def _pretraining_table(runs: list[_Run]) -> list[str]:
-    head = ["run", "recipe", "state", "steps", "tokens", "minutes", *_CURVES.values()]
+    head = ["run", "recipe", "state", "steps", "tokens", "minutes", *HELD_OUT.values()]
     rows: list[list[str]] = []
     for run in runs:
         row = [code(run["run"]), code(run["recipe"]), run["state"], f"{run['steps']:,}"]
         row += [f"{run['tokens']:,}", f"{run['seconds'] / 60:.1f}"]
-        rows.append(row + [f"{run[k]:.4g}" if _is_finite(run[k]) else _NONE for k in _CURVES])
+        rows.append(row + [f"{run[k]:.4g}" if is_finite(run[k]) else _NONE for k in HELD_OUT])
     return ["## Pre-training: the last look at held-out text", "", *table(head, rows), ""]
 
 
@@ -348,8 +352,6 @@ class Spread(NamedTuple):
 
 def spread(values: Sequence[float]) -> Spread | None:
     """Of the values of several seeds; a single one has no spread, none have no mean either."""
-    import numpy as np
-
     if len(values) < 2:
         return Spread(values[0], None, None) if values else None
     std = float(np.std(values, ddof=1))
@@ -359,8 +361,6 @@ def spread(values: Sequence[float]) -> Spread | None:
 @functools.cache
 def _half_width(n: int) -> float:
     """Half of the 95 % confidence interval of n values by Student's t, in standard deviations."""
-    import numpy as np
-
     # With t = √f tan θ the density of Student's t with f degrees of freedom is cosᶠ⁻¹ θ.
     middle = np.pi * ((np.arange(1_000_000) + 0.5) / 1_000_000 - 0.5)
     mass = np.cumsum(np.cos(middle) ** (n - 2))
@@ -380,27 +380,22 @@ def _study_table(study: _Study) -> list[str]:
     head = ["setting", "seeds", "mean over tasks", f"minus {code(first)}", "paper"]
     head += [*map(code, study.tasks), "FLOPs", "steps", "MLM accuracy", "AUC"]
     rows: list[list[str]] = []
+    scores = {label: spread(_values(cells, "score")) for label, cells in study.rows.items()}
     order = list(study.rows)
     if study.name not in STUDIES:  # a grid of one's own: the best first
-        means = {label: spread(_values(cells, "score")) for label, cells in study.rows.items()}
-        order.sort(key=lambda label: -(m.mean if (m := means[label]) else -math.inf))
+        order.sort(key=lambda label: -(s.mean if (s := scores[label]) else -math.inf))
     for label in order:
         cells = study.rows[label]
         done = [cell for cell in cells if "score" in cell]
         medians = [spread([c["scores"][task]["median"] for c in done]) for task in study.tasks]
-        row = [
-            code(label),
-            f"{len(done)} of {len(cells)}",
-            str(spread(_values(done, "score")) or _NONE),
-        ]
+        accuracy, auc = (spread(_values(done, key)) for key in ("mlm_accuracy", "disc_auc"))
         gap = None if label == first else _gap(study, label, first)
+        row = [code(label), f"{len(done)} of {len(cells)}", str(scores[label] or _NONE)]
         row += [str(gap or _NONE), paper.get(label, _NONE)]
         row += [_percent(m and m.mean) for m in medians]
         row += [f"{cells[0]['flops']:.3g}", f"{cells[0]['steps']:,}"]
-        accuracy, auc = (spread(_values(done, key)) for key in ("mlm_accuracy", "disc_auc"))
-        rows.append(
-            [*row, _percent(accuracy and accuracy.mean), f"{auc.mean:.3f}" if auc else _NONE]
-        )
+        row += [_percent(accuracy and accuracy.mean), f"{auc.mean:.3f}" if auc else _NONE]
+        rows.append(row)
     said = "Scores × 100: mean ± standard deviation (95 % confidence interval) over pre-training "
     said += "seeds."
     if study.name in STUDIES:
@@ -485,8 +480,8 @@ def _order_by_scale(studies: list[_Study]) -> list[str]:
                 since = (since or scale) if gap.mean > gap.half else ""
         if any(gaps):
             shown = [f"{gap}: {_verdict(gap, theirs)}" if gap else _NONE for gap in gaps]
-            row = [f"{code(a)} above {code(b)}", f"{theirs:.1f}", *shown, since or "not yet"]
-            rows.append(row)
+            pair = [f"{code(a)} above {code(b)}", f"{theirs:.1f}"]
+            rows.append([*pair, *shown, since or "not yet"])
     if not rows:
         return []
     where = [f"{scale} in {code(s.title)}" for scale, (_, s) in zip(scales, sizes, strict=True)]
@@ -524,26 +519,22 @@ def label(text: str) -> str:
 def curve_panels(runs: list[_Run], names: dict[str, str]) -> list[Panel]:
     """Learning curves of runs over steps: held out, and thin what training saw."""
 
-    def panel(key: str) -> Panel:
-        def draw(axis: Any) -> None:
-            axis.set(title=names[key], xlabel="step")
-            for i, run in enumerate(runs):
-                name = label(run["run"])
-                for kind, what, width in (("eval", "held out", 1.8), ("train", "training", 0.7)):
-                    if points := run["curves"][kind][key]:
-                        name = what if len(runs) == 1 else name
-                        style = {"color": f"C{i % 10}", "label": name, "linewidth": width}
-                        axis.plot(*zip(*points, strict=True), **style)
-                        name = None
-            if key == "grad_norm":
-                axis.set_yscale("log")
-            axis.legend()
+    def draw(key: str, axis: Any) -> None:
+        axis.set(title=names[key], xlabel="step")
+        for i, run in enumerate(runs):
+            name = label(run["run"])
+            for kind, what, width in (("eval", "held out", 1.8), ("train", "training", 0.7)):
+                if points := run["curves"][kind][key]:
+                    name = what if len(runs) == 1 else name
+                    style = {"color": f"C{i % 10}", "label": name, "linewidth": width}
+                    axis.plot(*zip(*points, strict=True), **style)
+                    name = None
+        if key == "grad_norm":
+            axis.set_yscale("log")
+        axis.legend()
 
-        return draw
-
-    kinds = ("eval", "train")
-    there = [key for key in names if any(run["curves"][k][key] for run in runs for k in kinds)]
-    return [panel(key) for key in there]
+    curves = [curves for run in runs for curves in run["curves"].values()]
+    return [functools.partial(draw, key) for key in names if any(c[key] for c in curves)]
 
 
 def loss_panel(runs: list[_Run]) -> Panel:
@@ -603,11 +594,10 @@ def draw(
     for axis in axes[max(1, len(panels)) :]:
         axis.remove()
     picture = io.BytesIO()
+    about = {"Date": None} if form == "svg" else None
     with warnings.catch_warnings():  # of letters that the font does not have
         warnings.simplefilter("ignore")
-        figure.savefig(
-            picture, format=form, dpi=dpi, metadata={"Date": None} if form == "svg" else None
-        )
+        figure.savefig(picture, format=form, dpi=dpi, metadata=about)
     return picture.getvalue()
 
 
@@ -623,9 +613,10 @@ def _study_figures(study: _Study) -> list[Panel]:
             axis.errorbar(x, y, half, marker="o", capsize=3, label=label(name), **style)
 
     def by_flops(axis: Any) -> None:
-        families = {key.partition(",")[0]: None for key in study.rows}
-        for name in families:
-            rows = {k: c[0]["flops"] for k, c in study.rows.items() if k.partition(",")[0] == name}
+        families: dict[str, dict[str, float]] = {}
+        for key, cells in study.rows.items():
+            families.setdefault(key.partition(",")[0], {})[key] = cells[0]["flops"]
+        for name, rows in families.items():
             points(axis, rows, name)
         axis.set(xscale="log", xlabel="training FLOPs (matrix products)")
 
@@ -644,33 +635,29 @@ def _study_figures(study: _Study) -> list[Panel]:
             points(axis, {key: i}, "", linestyle="none")
             scores = [100 * score for score in _values(cells, "score")]
             axis.scatter([i] * len(scores), scores, color="grey", s=9, zorder=3)
-        axis.set_xticks(
-            range(len(study.rows)), list(map(label, study.rows)), rotation=30, ha="right"
-        )
-
-    def curve(key: str, title: str) -> Panel:
-        def draw(axis: Any) -> None:
-            for i, (name, cells) in enumerate(study.rows.items()):
-                for j, cell in enumerate(cells):
-                    line = [
-                        (p["step"], p[key]) for p in cell.get("curve", []) if p[key] is not None
-                    ]
-                    if line:
-                        style = {"color": f"C{i % 10}", "label": label(name) if j == 0 else None}
-                        axis.plot(*zip(*line, strict=True), **style)
-            axis.set(title=f"{title}, held out", xlabel="step")
-            if axis.get_legend_handles_labels()[0]:
-                axis.legend()
-
-        return draw
+        names = list(map(label, study.rows))
+        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
 
     def scores(axis: Any) -> None:
         {"rtd-vs-mlm": by_flops, "generator-size": by_width}.get(study.name, by_setting)(axis)
         axis.set_title(label(f"{study.name}: mean over tasks × 100, 95 % confidence"))
+
+    def curve(key: str, title: str, axis: Any) -> None:
+        for i, (name, cells) in enumerate(study.rows.items()):
+            for j, cell in enumerate(cells):
+                known = [(p["step"], p[key]) for p in cell.get("curve", []) if p[key] is not None]
+                if known:
+                    style = {"color": f"C{i % 10}", "label": None if j else label(name)}
+                    axis.plot(*zip(*known, strict=True), **style)
+        axis.set(title=f"{title}, held out", xlabel="step")
+
+    def with_legend(panel: Panel, axis: Any) -> None:
+        panel(axis)
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
 
-    if study.name != "algorithms":
-        return [scores]
-    names = {"mlm_accuracy": "generator's accuracy", "disc_auc": "AUC of replaced tokens"}
-    return [scores, *(curve(key, title) for key, title in names.items())]
+    panels: list[Panel] = [scores]
+    if study.name == "algorithms":
+        names = {"mlm_accuracy": "generator's accuracy", "disc_auc": "AUC of replaced tokens"}
+        panels += [functools.partial(curve, key, title) for key, title in names.items()]
+    return [functools.partial(with_legend, panel) for panel in panels]

@@ -72,15 +72,17 @@ def fragment(sections: Sequence[Section], *, title: str = "") -> str:
     if title:
         names = dict.fromkeys(code(run["run"]) for run in runs)
         parts += [f"<h1>{title}</h1>", f'<p class="muted">{_inline(", ".join(names))}</p>']
-    told = [f"{code(run['run'])}: {code(text)}" for run in runs for text in run.get("warnings", [])]
+    told = [f"- {code(run['run'])}: {code(w)}" for run in runs for w in run.get("warnings", [])]
     if told:
-        items = "".join(f"<li>{_inline(text)}</li>" for text in told)
-        parts.append(f'<div class="warning"><b>Worth a look</b><ul>{items}</ul></div>')
+        items = to_html("\n".join(told))
+        parts.append(f'<div class="warning"><b>Worth a look</b>{items}</div>')
     else:
         parts.append('<p class="fine">The runs report no warnings.</p>')
     for section in sections:
         known = [run for run in section.runs if "record" in run]
-        parts += [to_html("\n".join(section.lines)), _plots([*section.panels, *section.more])]
+        parts.append(to_html("\n".join(section.lines)))
+        if panels := [*section.panels, *section.more]:
+            parts.append(f'<div class="plots">{"".join(map(_svg, panels))}</div>')
         if any("curves" in run for run in known):
             parts.append('<p class="muted">Thick: held-out text. Thin: training.</p>')
         parts += [_differences(known), *map(_details, known)]
@@ -108,29 +110,20 @@ def _differences(runs: list[dict[str, Any]]) -> str:
 
 def _details(run: dict[str, Any]) -> str:
     """Settings, price and machine of one run, folded away."""
-    record = run["record"]
-    facts = {}
-    if "config" in record:
-        facts = training_facts(record, run["steps"], run["seconds"])
+    record, lines = run["record"], list[str]()
+    facts = training_facts(record, run["steps"], run["seconds"]) if "config" in record else {}
     machine = {code(k): code(v) for k, v in dict(record.get("environment", {})).items()}
     settings = {code(k): code(v) for k, v in _settings(run).items()}
     parts = {"Training": facts, "Settings": settings, "Environment": machine}
-    lines = [
-        line
-        for title, rows in parts.items()
-        for line in (f"### {title}", "", *table(["", ""], [[k, v] for k, v in rows.items()]), "")
-        if rows
-    ]
+    for title, rows in parts.items():
+        if rows:
+            lines += [f"### {title}", "", *table(["", ""], list(rows.items())), ""]
     what = f"{code(run['run'])}: settings and environment"
     body = to_html("\n".join(lines))
     return f"<details><summary>{_inline(what)}</summary>{body}</details>"
 
 
 # ---------------------------------------------------------------------- pictures and text
-
-
-def _plots(panels: Sequence[Panel]) -> str:
-    return f'<div class="plots">{"".join(map(_svg, panels))}</div>' if panels else ""
 
 
 def _svg(panel: Panel) -> str:

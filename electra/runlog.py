@@ -73,7 +73,10 @@ class RunLog:
         """Append one moment."""
         if not self.active:
             return
-        safe = {k: _json_number(v) for k, v in values.items()}
+        safe = {  # JSON has no such numbers
+            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in values.items()
+        }
         self._waiting += (json.dumps({"kind": kind, "step": step, **safe}) + "\n").encode()
         try:
             self._write_waiting()
@@ -130,12 +133,6 @@ class RunLog:
                 self._tracker.close()
 
 
-def _json_number(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
-
-
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """All complete lines of a run's metrics; a last line cut off by a crash is left out."""
     metrics: list[dict[str, Any]] = []
@@ -150,51 +147,52 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     return metrics
 
 
+_PANELS = {  # of curves.png: kind, key and label of each line
+    "generator: masked language modelling, nats": (
+        ("train", "mlm_loss", "training"),
+        ("eval", "mlm_loss", "held out"),
+    ),
+    "discriminator: binary cross-entropy": (
+        ("train", "disc_loss", "training"),
+        ("eval", "disc_loss", "held out"),
+    ),
+    "held-out text": (
+        ("eval", "disc_auc", "AUC of replaced tokens"),
+        ("eval", "mlm_accuracy", "generator's accuracy"),
+        ("eval", "disc_recall", "recall"),
+    ),
+    "learning rate and gradient norm": (("train", "learning_rate", "learning rate"),),
+}
+
+
 def draw_curves(directory: Path) -> Path | None:
     """curves.png of a run: both losses, what held-out text shows, learning rate and gradient."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     metrics = read_metrics(directory)
-    train = [m for m in metrics if m["kind"] == "train"]
-    held = [m for m in metrics if m["kind"] == "eval"]
-    if not train:
+    if not any(m["kind"] == "train" for m in metrics):
         return None
 
-    def draw(axis: Any, rows: list[dict[str, Any]], key: str, label: str) -> None:
-        points = [(m["step"], m[key]) for m in rows if isinstance(m.get(key), int | float)]
-        if points:
-            axis.plot(*zip(*points, strict=True), label=label)
+    def draw(axis: Any, kind: str, key: str, label: str, **style: str) -> None:
+        there = [m for m in metrics if m["kind"] == kind and isinstance(m.get(key), int | float)]
+        if there:
+            axis.plot([m["step"] for m in there], [m[key] for m in there], label=label, **style)
 
-    figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(11, 7), constrained_layout=True)
-    a.set_title("generator: masked language modelling, nats")
-    draw(a, train, "mlm_loss", "training")
-    draw(a, held, "mlm_loss", "held out")
-    unigram = next((m["unigram_entropy"] for m in held if "unigram_entropy" in m), None)
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    axes: list[Any] = list(figure.subplots(2, 2).flat)
+    for axis, (title, lines) in zip(axes, _PANELS.items(), strict=True):
+        axis.set(title=title, xlabel="step")
+        for line in lines:
+            draw(axis, *line)
+    unigram = next((m["unigram_entropy"] for m in metrics if "unigram_entropy" in m), None)
     if unigram is not None:
-        a.axhline(unigram, color="grey", linestyle=":", label="token frequencies alone")
-    b.set_title("discriminator: binary cross-entropy")
-    draw(b, train, "disc_loss", "training")
-    draw(b, held, "disc_loss", "held out")
-    c.set_title("held-out text")
-    draw(c, held, "disc_auc", "AUC of replaced tokens")
-    draw(c, held, "mlm_accuracy", "generator's accuracy")
-    draw(c, held, "disc_recall", "recall")
-    d.set_title("learning rate and gradient norm")
-    draw(d, train, "learning_rate", "learning rate")
-    other = d.twinx()
-    draw(other, train, "grad_norm", "gradient norm")
-    other.set_yscale("log")
-    other.set_ylabel("gradient norm (orange)")
-    for line in other.get_lines():
-        line.set_color("tab:orange")
-    for axis in (a, b, c, d):
-        axis.set_xlabel("step")
+        axes[0].axhline(unigram, color="grey", linestyle=":", label="token frequencies alone")
+    other = axes[3].twinx()
+    draw(other, "train", "grad_norm", "gradient norm", color="tab:orange")
+    other.set(yscale="log", ylabel="gradient norm (orange)")
+    for axis in axes:
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
     path = directory / "curves.png"
     figure.savefig(path, dpi=110)
-    plt.close(figure)
     return path

@@ -31,40 +31,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__
+from . import __version__, hf, web
 from .detect import encode, verdict, with_generator
-from .encoder import DiscriminatorHead, Encoder, Rng
+from .encoder import DiscriminatorHead, Encoder
 from .errors import ElectraError
 from .features import TaskBatch, encode_texts, marked
 from .finetune import predict
 from .glue import answer_questions, answer_texts
 from .heads import Head, TaskModel
-from .hf import (
-    FineTuned,
-    Pretrained,
-    _model_of,
-    build_discriminator,
-    load_encoder,
-    load_finetuned,
-    load_pretrained,
-)
 from .squad import Question
 from .tokenizer import Tokenizer
-from .web import (  # also what is of starlette: it says so if that is missing
-    Guard,
-    HTMLResponse,
-    JSONResponse,
-    Limits,
-    Refused,
-    Request,
-    Response,
-    Route,
-    Starlette,
-    application,
-    listen,
-    read_object,
-    text_field,
-)
 
 Values = dict[str, Any]
 
@@ -73,6 +49,7 @@ _REQUESTS = 32  # that a worker computes together
 _CHARACTERS = 1 << 14  # of these requests, or one: those behind it would wait too long
 _PATIENCE = 0.002  # seconds that it waits for more of them
 _PADDING = {"cpu": 24, "cuda": 4096}  # tokens that cost as much as another forward pass
+_EXAMPLE = "A bird sang in the old tree."
 _EMBED_LENGTH = 128  # tokens of a text that /embed reads, as `electra embed`
 _STYLE = """\
 :root { color-scheme: light dark; font: 1rem/1.5 system-ui, sans-serif; }
@@ -101,17 +78,17 @@ class Endpoint:
         for name in given.keys() - self.asked.keys():
             near = difflib.get_close_matches(name, self.asked, n=1)
             fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.asked)}"
-            raise Refused(422, f"There is no field {name!r:.99}.", where="body", fix=fix)
+            raise web.Refused(422, f"There is no field {name!r:.99}.", where="body", fix=fix)
         values: Values = {}
         for name, schema in self.asked.items():
             if schema["type"] == "string":
-                values[name] = text_field(given, name, limit)
+                values[name] = web.text_field(given, name, limit)
                 continue
             value = values[name] = given.get(name, schema["default"])
             low, high = schema["minimum"], schema["maximum"]
             if type(value) is not int or not low <= value <= high:
                 fix = f"use {low} to {high}"
-                raise Refused(422, f"{name!r} is no such number.", where=name, fix=fix)
+                raise web.Refused(422, f"{name!r} is no such number.", where=name, fix=fix)
         return values
 
 
@@ -121,14 +98,14 @@ class Service:
 
     endpoints: dict[str, Endpoint]
     absent: dict[str, str]
-    facts: Values = field(default_factory=dict[str, Any])
+    facts: Values
 
 
 def open_service(path: Path) -> Service:
     """Load a model and find out what can be asked of it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if (_model_of(path) / "head.safetensors").is_file():
-        tuned = load_finetuned(path)
+    if (hf._model_of(path) / "head.safetensors").is_file():
+        tuned = hf.load_finetuned(path)
         tuned.model.requires_grad_(False).to(device)
         name, endpoint = _of_task(tuned, device)
         endpoints = {name: endpoint}
@@ -138,13 +115,13 @@ def open_service(path: Path) -> Service:
     else:
         endpoints, facts = dict[str, Endpoint](), {"kind": "encoder"}
         try:
-            model = load_pretrained(with_generator(path))
+            model = hf.load_pretrained(with_generator(path))
             network = model.network("discriminator")
         except ElectraError as error:  # the encoder of another model may still be of use
-            loaded, why = load_encoder(path), error.what.rstrip(".")
+            loaded, why = hf.load_encoder(path), error.what.rstrip(".")
             encoder, tokenizer = loaded.build().to(device), loaded.tokenizer
         else:
-            encoder, head = build_discriminator(network)
+            encoder, head = hf.build_discriminator(network)
             encoder.to(device)
             tokenizer, why = model.needed_tokenizer(), "this model is not fine-tuned"
             endpoints["detect"] = _detection(model, encoder, head.to(device), device)
@@ -164,83 +141,71 @@ def open_service(path: Path) -> Service:
     return Service(endpoints, absent, facts)
 
 
-def _text(what: str) -> Values:
-    return {"type": "string", "description": what}
+def _schema(kind: str, what: str, **more: Any) -> Values:
+    return {"type": kind, "description": what, **more}
 
 
-def _number(what: str) -> Values:
-    return {"type": "number", "description": what}
+def _object(properties: dict[str, Values]) -> Values:
+    return {"type": "object", "properties": properties}
 
 
-def _list(of: Values, what: str) -> Values:
-    return {"type": "array", "items": of, "description": what}
-
-
-def _of_task(tuned: FineTuned, device: torch.device) -> tuple[str, Endpoint]:
+def _of_task(tuned: hf.FineTuned, device: torch.device) -> tuple[str, Endpoint]:
     """The endpoint of a fine-tuned model, and its name."""
-    task, length = tuned.task, tuned.length
-    batches = {"padding": _PADDING[device.type]}
-    label: Values = {**_text("the answer"), "enum": list(task.labels)}
+    task, length, padding = tuned.task, tuned.length, _PADDING[device.type]
+    names = ("text", "text_pair")[: len(task.texts)]
+    label = _schema("string", "the answer", enum=list(task.labels))
+
+    def answers(asked: list[Values]) -> list[Values]:
+        if task.kind == "qa":
+            pairs = [(one["question"], one["context"]) for one in asked]
+            questions = [Question(str(i), *pair, (), -1) for i, pair in enumerate(pairs)]
+            return answer_questions(tuned, questions, device, padding=padding)
+        if task.kind == "tagging":
+            texts = [tuple(one["text"].split()) for one in asked]
+        else:
+            texts = [tuple(one[name] for name in names) for one in asked]
+        return answer_texts(tuned, texts, device, padding=padding)
+
     if task.kind == "qa":
-
-        def answers(asked: list[Values]) -> list[Values]:
-            questions = [
-                Question(str(i), one["question"], one["context"], (), -1)
-                for i, one in enumerate(asked)
-            ]
-            return answer_questions(tuned, questions, device, **batches)
-
+        part = _schema("string", "a part of the passage; empty if it holds no token")
+        score = _schema("number", "logit of there being no answer")
+        question, passage = _schema("string", "what is asked"), _schema("string", "the passage")
         return "answer", Endpoint(
             f"The words of a passage that answer a question. A passage of more than {length} "
             "tokens is read in overlapping windows; of a question, 64 tokens are read.",
-            {"question": _text("what is asked"), "context": _text("the passage")},
-            {
-                "prediction": _text("a part of the passage; empty if it holds no token"),
-                "no_answer_score": _number("logit of there being no answer"),
-            },
-            {"question": "Who sang?", "context": "A bird sang in the old tree."},
+            {"question": question, "context": passage},
+            {"prediction": part, "no_answer_score": score},
+            {"question": "Who sang?", "context": _EXAMPLE},
             answers,
         )
     if task.kind == "tagging":
-
-        def tags(asked: list[Values]) -> list[Values]:
-            return answer_texts(
-                tuned, [tuple(one["text"].split()) for one in asked], device, **batches
-            )
-
         return "tag", Endpoint(
             "A tag for each word of a text; words are what white space separates. "
             f"A text of more than {length} tokens is read in parts.",
-            {"text": _text("words with white space between them")},
+            {"text": _schema("string", "words with white space between them")},
             {
-                "words": _list({"type": "string"}, "the words"),
-                "prediction": _list(label, "their tags"),
+                "words": _schema("array", "the words", items={"type": "string"}),
+                "prediction": _schema("array", "their tags", items=label),
             },
             {"text": "A bird sang in the old tree ."},
-            tags,
+            answers,
         )
-    names = ("text", "text_pair")[: len(task.texts)]
-
-    def classes(asked: list[Values]) -> list[Values]:
-        texts = [tuple(str(one[name]) for name in names) for one in asked]
-        return answer_texts(tuned, texts, device, **batches)
-
-    what = "number" if task.kind == "regression" else "class"
-    answered = {"prediction": label, "probability": _number("of that class")}
+    what = "class"
+    answered = {"prediction": label, "probability": _schema("number", "of that class")}
     if task.kind == "regression":
-        answered = {"prediction": _number("in the unit of the data")}
+        what, answered = "number", {"prediction": _schema("number", "in the unit of the data")}
     return "classify", Endpoint(
         f"The {what} of a text{' and another' * (len(names) - 1)}, of which the first {length} "
         "tokens are read.",
-        dict(zip(names, (_text(column) for column in task.texts), strict=True)),
+        {name: _schema("string", column) for name, column in zip(names, task.texts, strict=True)},
         answered,
-        dict.fromkeys(names, "A bird sang in the old tree."),
-        classes,
+        dict.fromkeys(names, _EXAMPLE),
+        answers,
     )
 
 
 class _Replaced(Head):
-    """The logit of *replaced* for each token, as the head of a task."""
+    """The logit of *replaced* for each token, as the head of a task that is never trained."""
 
     def __init__(self, head: DiscriminatorHead) -> None:
         super().__init__()
@@ -249,23 +214,17 @@ class _Replaced(Head):
     def predict(self, h: Tensor, batch: TaskBatch) -> dict[str, Tensor]:  # noqa: ARG002
         return {"logits": self.head(h)}
 
-    def loss(self, h: Tensor, batch: TaskBatch, rng: Rng | None) -> Tensor:
-        raise NotImplementedError
-
 
 class _Mean(Head):
-    """The mean state of a row's tokens, as the head of a task."""
+    """The mean state of a row's tokens, as the head of a task that is never trained."""
 
     def predict(self, h: Tensor, batch: TaskBatch) -> dict[str, Tensor]:
         share = batch.mask / batch.mask.sum(1, keepdim=True)  # (B, T)
         return {"vector": torch.bmm(share[:, None], h)[:, 0]}
 
-    def loss(self, h: Tensor, batch: TaskBatch, rng: Rng | None) -> Tensor:
-        raise NotImplementedError
-
 
 def _detection(
-    model: Pretrained, encoder: Encoder, head: DiscriminatorHead, device: torch.device
+    model: hf.Pretrained, encoder: Encoder, head: DiscriminatorHead, device: torch.device
 ) -> Endpoint:
     tokenizer, longest = model.needed_tokenizer(), encoder.config.max_positions
     network = TaskModel(encoder, _Replaced(head))
@@ -279,36 +238,29 @@ def _detection(
         features = marked(rows, marks, range(len(rows)), tokenizer, longest)
         logits = predict(network, features, device, padding=_PADDING[device.type])["logits"]
         replaced = torch.from_numpy(logits).sigmoid().split([len(row) - 2 for row in rows])
-        return [
-            {
-                "tokens": [
-                    asdict(token)
-                    for token in verdict(
-                        model, one["text"], encoding, x, p, one["alternatives"]
-                    ).tokens
-                ]
-            }
-            for one, (encoding, x), p in zip(asked, encoded, replaced, strict=True)
-        ]
+        answers: list[Values] = []
+        for one, (encoding, x), p in zip(asked, encoded, replaced, strict=True):
+            found = verdict(model, one["text"], encoding, x, p, one["alternatives"])
+            answers.append({"tokens": [asdict(token) for token in found.tokens]})
+        return answers
 
-    alternatives: Values = {"type": "integer", "minimum": 0, "maximum": 10, "default": 3}
-    alternatives["description"] = "how many the generator gives for a suspicious token"
-    token: Values = {"token": _text("as in the vocabulary")}
-    token |= {
-        name: {"type": "integer", "description": f"{what} in the text, in Unicode code points"}
-        for name, what in (("start", "its first character"), ("end", "the one behind its last"))
+    other = _object({"token": _schema("string", "a token"), "probability": _schema("number", "")})
+    what = "what the generator, if there is one, would put there"
+    token = {
+        "token": _schema("string", "as in the vocabulary"),
+        "start": _schema("integer", "its first character in the text, in Unicode code points"),
+        "end": _schema("integer", "the one behind its last in the text, in Unicode code points"),
+        "replaced": _schema("number", "probability that it was replaced"),
+        "alternatives": _schema("array", what, items=other),
     }
-    token["replaced"] = _number("probability that it was replaced")
-    token["alternatives"] = _list(
-        {"type": "object", "properties": {"token": _text("a token"), "probability": _number("")}},
-        "what the generator, if there is one, would put there",
-    )
+    what = "how many the generator gives for a suspicious token"
+    count = _schema("integer", what, minimum=0, maximum=10, default=3)
     return Endpoint(
         f"How likely each token of a text was replaced; texts of more than {longest} tokens, with "
         "[CLS] and [SEP], are refused, and so are texts without a token.",
-        {"text": _text("the text"), "alternatives": alternatives},
-        {"tokens": _list({"type": "object", "properties": token}, "the text's tokens")},
-        {"text": "A bird sang in the old tree."},
+        {"text": _schema("string", "the text"), "alternatives": count},
+        {"tokens": _schema("array", "the text's tokens", items=_object(token))},
+        {"text": _EXAMPLE},
         detections,
     )
 
@@ -327,9 +279,9 @@ def _embedding(encoder: Encoder, tokenizer: Tokenizer, device: torch.device) -> 
     return Endpoint(
         f"A text as {width} numbers: the mean state of its first {length} tokens with [CLS] and "
         "[SEP], as `electra embed` gives it; zeros for a text without a token.",
-        {"text": _text("the text")},
-        {"vector": _list({"type": "number"}, f"{width} numbers")},
-        {"text": "A bird sang in the old tree."},
+        {"text": _schema("string", "the text")},
+        {"vector": _schema("array", f"{width} numbers", items={"type": "number"})},
+        {"text": _EXAMPLE},
         vectors,
     )
 
@@ -426,31 +378,25 @@ def _compute(jobs: Sequence[_Job]) -> None:
 class Server:
     """The routes of a service."""
 
-    def __init__(self, service: Service, limits: Limits, workers: int, name: str) -> None:
+    def __init__(self, service: Service, limits: web.Limits, workers: int, name: str) -> None:
         self.service, self.limits, self.workers, self.name = service, limits, workers, name
         self.openapi = _openapi(service, limits, name)
 
-    def application(self, hosts: Sequence[str] = ()) -> Guard:
-        routes = [Route(f"/{name}", self._post(name), methods=["POST"]) for name in _NAMES]
-        pages: dict[str, Response] = {
-            "/": HTMLResponse(_page(self.openapi, self.service)),
-            "/page.css": Response(_STYLE, media_type="text/css"),
-            "/openapi.json": JSONResponse(self.openapi),
-            "/health": JSONResponse(
-                {
-                    "status": "ok",
-                    "model": self.name,
-                    "version": __version__,
-                    **self.service.facts,
-                    "endpoints": [f"/{name}" for name in self.service.endpoints],
-                }
-            ),
+    def application(self, hosts: Sequence[str] = ()) -> web.Guard:
+        facts = {"status": "ok", "model": self.name, "version": __version__, **self.service.facts}
+        facts["endpoints"] = [f"/{name}" for name in self.service.endpoints]
+        pages: dict[str, web.Response] = {
+            "/": web.HTMLResponse(_page(self.openapi["info"]["title"], self.service)),
+            "/page.css": web.Response(_STYLE, media_type="text/css"),
+            "/openapi.json": web.JSONResponse(self.openapi),
+            "/health": web.JSONResponse(facts),
         }
-        routes += [Route(path, page, methods=["GET"]) for path, page in pages.items()]
-        return application(routes, self.limits, hosts=hosts, lifespan=self._running)
+        routes = [web.Route(f"/{name}", self._post(name), methods=["POST"]) for name in _NAMES]
+        routes += [web.Route(path, page, methods=["GET"]) for path, page in pages.items()]
+        return web.application(routes, self.limits, hosts=hosts, lifespan=self._running)
 
     @contextlib.asynccontextmanager
-    async def _running(self, app: Starlette) -> AsyncGenerator[None]:
+    async def _running(self, app: web.Starlette) -> AsyncGenerator[None]:
         del app
         self.batcher = Batcher(self.workers)
         try:
@@ -463,16 +409,16 @@ class Server:
         finally:
             await asyncio.to_thread(self.batcher.close)
 
-    def _post(self, name: str) -> Callable[[Request], Any]:
+    def _post(self, name: str) -> Callable[[web.Request], Any]:
         endpoint = self.service.endpoints.get(name)
 
-        async def answer(request: Request) -> Response:
+        async def answer(request: web.Request) -> web.Response:
             if endpoint is None:
                 what = f"There is no /{name} here: {self.service.absent[name]}."
-                raise Refused(404, what, where=f"/{name}", fix="see / for what there is")
-            values = endpoint.read(await read_object(request), self.limits.text)
+                raise web.Refused(404, what, where=f"/{name}", fix="see / for what there is")
+            values = endpoint.read(await web.read_object(request), self.limits.text)
             future = self.batcher.submit(endpoint, values)
-            return JSONResponse(await asyncio.wrap_future(future))
+            return web.JSONResponse(await asyncio.wrap_future(future))
 
         return answer
 
@@ -482,30 +428,28 @@ def serve(
     host: str,
     port: int,
     *,
-    limits: Limits,
+    limits: web.Limits,
     workers: int | None = None,
     hosts: Sequence[str] = (),
 ) -> int:
     """Serve a model until it is told to stop; the exit code."""
-    service = open_service(model)
-    on_gpu = torch.cuda.is_available()
-    workers = workers or (1 if on_gpu else len(os.sched_getaffinity(0)))
-    name = model.resolve().name
-    server = Server(service, limits, workers, name)
+    service, name = open_service(model), model.resolve().name
+    workers = workers or (1 if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
+    app = Server(service, limits, workers, name).application(hosts)
     can = ", ".join(f"/{endpoint}" for endpoint in service.endpoints)
-    return listen(server.application(hosts), host, port, title=f"electra serve {name} ({can})")
+    return web.listen(app, host, port, title=f"electra serve {name} ({can})")
 
 
 # ---------------------------------------------------------------------- its description
 
 
-def _openapi(service: Service, limits: Limits, name: str) -> Values:
+def _openapi(service: Service, limits: web.Limits, name: str) -> Values:
     """The description of the interface in OpenAPI 3.1."""
 
     def content(schema: Values, **more: Any) -> Values:
         return {"content": {"application/json": {"schema": schema, **more}}}
 
-    error = {"type": "object", "properties": {n: _text("") for n in ("what", "where", "fix")}}
+    error = content(_object({n: _schema("string", "") for n in ("what", "where", "fix")}))
     refusals = {
         "400": "the body is not JSON, or the model cannot read it",
         "413": f"a text of more than {limits.text:,} characters, or a body that is too large",
@@ -514,6 +458,7 @@ def _openapi(service: Service, limits: Limits, name: str) -> Values:
         "503": f"more than {limits.requests:,} requests wait; Retry-After says for how long",
         "504": f"there was no answer within {limits.seconds:g} seconds",
     }
+    refused = {status: {"description": why, **error} for status, why in refusals.items()}
     paths: Values = {}
     for path, endpoint in service.endpoints.items():
         needed = [n for n, schema in endpoint.asked.items() if "default" not in schema]
@@ -521,60 +466,43 @@ def _openapi(service: Service, limits: Limits, name: str) -> Values:
             n: schema | ({"maxLength": limits.text} if schema["type"] == "string" else {})
             for n, schema in endpoint.asked.items()
         }
-        body = {"type": "object", "properties": asked, "required": needed}
-        answer = {"type": "object", "properties": endpoint.answered}
+        body = _object(asked) | {"required": needed, "additionalProperties": False}
+        answer = {"description": "the answer", **content(_object(endpoint.answered))}
         paths[f"/{path}"] = {
             "post": {
                 "operationId": path,
                 "summary": endpoint.summary,
-                "requestBody": {
-                    "required": True,
-                    **content(body | {"additionalProperties": False}, example=endpoint.example),
-                },
-                "responses": {
-                    "200": {"description": "the answer", **content(answer)},
-                    **{
-                        status: {"description": why, **content(error)}
-                        for status, why in refusals.items()
-                    },
-                },
+                "requestBody": {"required": True, **content(body, example=endpoint.example)},
+                "responses": {"200": answer, **refused},
             }
         }
     health = {"description": "it answers", **content({"type": "object"})}
     paths["/health"] = {
         "get": {"operationId": "health", "summary": "What runs here.", "responses": {"200": health}}
     }
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": f"electra serve {name}", "version": __version__},
-        "paths": paths,
-    }
+    info = {"title": f"electra serve {name}", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths}
 
 
-def _page(openapi: Values, service: Service) -> str:
+def _page(title: str, service: Service) -> str:
     """The same for people, on a page that needs nothing from elsewhere."""
     parts: list[str] = []
-    for path, operations in openapi["paths"].items():
-        if "post" not in operations:
-            continue
-        operation = operations["post"]
-        body = operation["requestBody"]["content"]["application/json"]
-        answer = operation["responses"]["200"]["content"]["application/json"]["schema"]
-        example = json.dumps(body["example"], ensure_ascii=False)
-        curl = f"curl -H 'content-type: application/json' -d '{example}' http://HOST{path}"
+    for path, endpoint in service.endpoints.items():
+        example = json.dumps(endpoint.example, ensure_ascii=False)
+        curl = f"curl -H 'content-type: application/json' -d '{example}' http://HOST/{path}"
         rows = [
             f"<tr><td>{kind}</td><td><code>{html.escape(n)}</code></td>"
             f"<td>{html.escape(schema['type'])}</td>"
-            f"<td>{html.escape(schema.get('description', ''))}{_choices(schema)}</td></tr>"
-            for kind, fields in (("asked", body["schema"]), ("answered", answer))
-            for n, schema in fields["properties"].items()
+            f"<td>{html.escape(schema['description'])}{_choices(schema)}</td></tr>"
+            for kind, fields in (("asked", endpoint.asked), ("answered", endpoint.answered))
+            for n, schema in fields.items()
         ]
         parts.append(
-            f"<h2>POST {html.escape(path)}</h2><p>{html.escape(operation['summary'])}</p>"
+            f"<h2>POST /{path}</h2><p>{html.escape(endpoint.summary)}</p>"
             f"<pre>{html.escape(curl)}</pre><table>{''.join(rows)}</table>"
         )
     absent = "".join(f"<li>{html.escape(why)}</li>" for why in service.absent.values())
-    title = html.escape(openapi["info"]["title"])
+    title = html.escape(title)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

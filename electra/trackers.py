@@ -125,22 +125,15 @@ def _trackio(module: Any, directory: Path, _: int) -> Opened:
         config=_settings(directory),
         resume="allow",
         embed=False,
-        auto_log_cpu=False,
-        auto_log_gpu=False,
+        **dict.fromkeys(("auto_log_cpu", "auto_log_gpu"), False),
     )
     return run.log, run.finish
 
 
 def _wandb(module: Any, directory: Path, _: int) -> Opened:
-    settings = module.Settings(  # of the machine and its user it learns nothing
-        disable_git=True,
-        save_code=False,
-        console="off",
-        silent=True,
-        x_disable_meta=True,
-        x_disable_stats=True,
-        x_save_requirements=False,
-    )
+    # Of the machine and its user it learns nothing.
+    on = dict.fromkeys(("disable_git", "silent", "x_disable_meta", "x_disable_stats"), True)
+    off = dict.fromkeys(("save_code", "x_save_requirements"), False)
     run = module.init(
         project=os.environ.get("WANDB_PROJECT", "electra"),
         id=_identity(directory),
@@ -148,7 +141,7 @@ def _wandb(module: Any, directory: Path, _: int) -> Opened:
         dir=os.environ.get("WANDB_DIR", directory),
         mode=os.environ.get("WANDB_MODE", "offline"),
         config=_settings(directory),
-        settings=settings,
+        settings=module.Settings(console="off", **on, **off),
     )
     return run.log, run.finish
 
@@ -159,13 +152,12 @@ def _mlflow(module: Any, directory: Path, _: int) -> Opened:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "electra")
     known = client.get_experiment_by_name(name)
     experiment = known.experiment_id if known else client.create_experiment(name)
-    found = client.search_runs([experiment], f"tags.electra = '{identity}'")
-    if found:
+    if found := client.search_runs([experiment], f"tags.electra = '{identity}'"):
         run = found[0].info.run_id
         client.update_run(run, status="RUNNING")
     else:
-        run = client.create_run(experiment, tags={"electra": identity}, run_name=identity)
-        run = run.info.run_id
+        tags = {"electra": identity}
+        run = client.create_run(experiment, tags=tags, run_name=identity).info.run_id
         for key, value in _settings(directory).items():
             client.log_param(run, key, value)
 

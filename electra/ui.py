@@ -31,34 +31,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__, tasks
-from .config import ObjectiveConfig, PretrainConfig, from_dict, to_dict
+from . import __version__, hf, tasks, web
+from .config import ObjectiveConfig, PretrainConfig, flat, from_dict, to_dict
 from .corruption import choose_positions, num_masked, sample
-from .detect import _probabilities, encode, with_generator
+from .detect import encode, hidden_in_turn, probabilities, with_generator
 from .encoder import Block
 from .errors import EXIT_STOPPED, ElectraError
 from .features import encode_texts
 from .files import read_json, reading, storage_errors, write_atomic
 from .finetune import predict
-from .hf import FineTuned, Pretrained, build_discriminator, build_generator, load_finetuned
-from .hf import load_pretrained as load
 from .randomness import Purpose, StepRng
-from .report import _CURVES, _is_finite, _read_results, read_pretraining
-from .rundir import differences
-from .runlog import read_metrics
-from .web import (  # also what is of starlette: it says so if that is missing
-    JSONResponse,
-    Limits,
-    Refused,
-    Request,
-    Response,
-    Route,
-    StreamingResponse,
-    application,
-    listen,
-    read_object,
-    text_field,
-)
+from .report import HELD_OUT, is_finite, read_log, read_pretraining, read_results
+from .web import JSONResponse, Refused, Request, read_object, text_field
 
 UPLOAD_BYTES = 16 << 20  # of one table
 UPLOADS_BYTES = 256 << 20  # of all tables in the folder
@@ -69,7 +53,8 @@ _MOST_RUNS = 200
 _MOST_SHOWN = 8  # runs in one picture
 _POINTS = 400  # of a curve
 _TABLES = (".csv", ".tsv", ".jsonl")
-_FILES = {
+_PAGE = Path(__file__).parent / "page"
+_TYPES = {
     "index.html": "text/html",
     "page.css": "text/css",
     "page.js": "text/javascript",
@@ -81,7 +66,7 @@ Json = dict[str, Any]
 
 def ui(model: Path | None, runs: Path, host: str, port: int, per_minute: int) -> int:
     """Answer until the process is asked to stop."""
-    return listen(Page(model, runs, per_minute).app, host, port, title="electra ui")
+    return web.listen(Page(model, runs, per_minute).app, host, port, title="electra ui")
 
 
 class Page:
@@ -89,23 +74,27 @@ class Page:
 
     def __init__(self, model: Path | None, runs: Path, per_minute: int) -> None:
         self.path, self.folder = model, runs
-        self.limits = Limits(bodies={"/api/upload": UPLOAD_BYTES}, per_minute=per_minute)
-        self.model = load(with_generator(model)) if model else None
+        self.limits = web.Limits(bodies={"/api/upload": UPLOAD_BYTES}, per_minute=per_minute)
+        self.model = hf.load_pretrained(with_generator(model)) if model else None
         if self.model is not None:
             self.model.network("discriminator")
             self.model.needed_tokenizer()
         self.work: Job | None = None
         self._pool = ThreadPoolExecutor(_WORKERS, "compute")
         self._seen: dict[Path, tuple[Any, Any]] = {}
-        self._loaded: tuple[Path, float, FineTuned] | None = None
+        self._loaded: tuple[Path, float, hf.FineTuned] | None = None
         self._uploading = False
         read = (self.info, self.runs, self.job, self.download)
         write = (self.detect, self.explore, self.upload, self.finetune, self.cancel, self.classify)
-        routes = [Route(f"/{name}", _static(name)) for name in _FILES]
-        routes += [Route("/", _static("index.html"))]
-        routes += [Route(f"/api/{work.__name__}", work) for work in read]
-        routes += [Route(f"/api/{work.__name__}", work, methods=["POST"]) for work in write]
-        self.app = application(routes, self.limits, lifespan=self._lifespan)
+        pages = {
+            name: web.Response((_PAGE / name).read_bytes(), media_type=kind)
+            for name, kind in _TYPES.items()
+        }
+        pages[""] = pages["index.html"]
+        routes = [web.Route(f"/{name}", page, methods=["GET"]) for name, page in pages.items()]
+        routes += [web.Route(f"/api/{work.__name__}", work) for work in read]
+        routes += [web.Route(f"/api/{work.__name__}", work, methods=["POST"]) for work in write]
+        self.app = web.application(routes, self.limits, lifespan=self._lifespan)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: object) -> AsyncGenerator[None]:
@@ -118,7 +107,7 @@ class Page:
         loop = asyncio.get_running_loop()
         return JSONResponse(await loop.run_in_executor(self._pool, work, *args))
 
-    def _needed_model(self) -> Pretrained:
+    def _needed_model(self) -> hf.Pretrained:
         if self.model is None:
             raise Refused(409, "There is no model.", fix="start electra ui with --model")
         return self.model
@@ -126,9 +115,8 @@ class Page:
     async def info(self, _: Request) -> JSONResponse:
         about: Json | None = None
         if self.model is not None and self.path is not None:
-            has_generator = self.model.generator is not None
             name = "/".join(self.path.resolve().parts[-2:])
-            about = {"name": name, "generator": has_generator}
+            about = {"name": name, "generator": self.model.generator is not None}
         limits = {"text": self.limits.text, "upload": UPLOAD_BYTES}
         info = {"version": __version__, "model": about, "limits": limits}
         return JSONResponse(info | {"runs": self.folder.resolve().name})
@@ -262,17 +250,11 @@ class Page:
         if name is None:
             what = f"There are 99 fine-tunings of {table.stem} already."
             raise Refused(507, what, where="runs", fix="delete those you no longer need")
-        command = [
-            "--model",
-            str(self.path),
-            "--data",
-            str(table),
-            "--out",
-            str(self.folder / name),
-        ]
+        out = self.folder / name
+        command = ["--model", str(self.path), "--data", str(table), "--out", str(out)]
         command += [f"--text={','.join(columns)}", f"--label={label}"]
         command += ["--epochs", str(epochs), "--seeds", str(seeds)]
-        self.work = Job(name, self.folder / name, command)
+        self.work = Job(name, out, command)
         return JSONResponse(self.work.describe())
 
     async def cancel(self, _: Request) -> JSONResponse:
@@ -315,32 +297,31 @@ class Page:
         path = self._classifier(name)
         written = (path / "model" / "electra.json").stat().st_mtime
         if self._loaded is None or self._loaded[:2] != (path, written):
-            self._loaded = (path, written, load_finetuned(path))
+            self._loaded = (path, written, hf.load_finetuned(path))
         tuned = self._loaded[2]
         if len(texts) != len(tuned.task.texts):
             raise Refused(422, f"The model reads {len(tuned.task.texts)} texts.", where="texts")
-        none = np.zeros(1, np.int64)
-        features = encode_texts([tuple(texts)], none, tuned.tokenizer, tuned.length)
+        features = encode_texts([tuple(texts)], np.zeros(1), tuned.tokenizer, tuned.length)
         logits = torch.from_numpy(predict(tuned.model, features, torch.device("cpu"))["logits"][0])
         if tuned.task.kind == "regression":
             return {"value": float(logits[0])}
-        p = logits.softmax(-1).tolist()
-        classes = zip(tuned.task.labels, p, strict=True)
-        return {"classes": [{"label": label, "p": share} for label, share in classes]}
+        both = zip(tuned.task.labels, logits.softmax(-1).tolist(), strict=True)
+        return {"classes": [{"label": label, "p": share} for label, share in both]}
 
-    async def download(self, request: Request) -> StreamingResponse:
+    async def download(self, request: Request) -> web.StreamingResponse:
         name = request.query_params.get("run")
         folder = await asyncio.to_thread(self._classifier, name) / "model"
         plain = _plain(str(name))
         head = {"content-disposition": f'attachment; filename="{plain}.zip"'}
-        return StreamingResponse(_zipped(folder, plain), media_type="application/zip", headers=head)
+        head["content-type"] = "application/zip"
+        return web.StreamingResponse(_zipped(folder, plain), headers=head)
 
 
 # ---------------------------------------------------------------------- the networks
 
 
 def _is_count(value: object, below: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < below
+    return type(value) is int and 0 <= value < below
 
 
 def _pieces(encoding: Any, text: str) -> list[Json]:
@@ -356,7 +337,7 @@ def _pieces(encoding: Any, text: str) -> list[Json]:
 
 @torch.no_grad()
 def corrupt(
-    model: Pretrained, text: str, masked: list[int] | None, seed: int, forced: dict[int, int]
+    model: hf.Pretrained, text: str, masked: list[int] | None, seed: int, forced: dict[int, int]
 ) -> Json:
     """The text as training would corrupt it, and what the discriminator says of every token.
 
@@ -368,19 +349,19 @@ def corrupt(
     count, vocab_size = len(encoding.ids), tokenizer.vocab_size
     rng = StepRng(seed, torch.tensor(0), torch.tensor([0]))
     pieces = _pieces(encoding, text)
-    at = torch.zeros(0, dtype=torch.int64)
-    if model.generator is not None:
-        if masked is None:
-            inside = torch.ones_like(x, dtype=torch.bool)
-            inside[0, [0, -1]] = False
-            length, settings = torch.tensor([x.shape[1]]), ObjectiveConfig()
-            slots = int(num_masked(length, count, settings))
-            at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
-        else:
-            at = torch.tensor(sorted({i for i in masked if i < count}), dtype=torch.int64)
+    if model.generator is None:  # which would fill in what is masked
+        masked = []
+    if masked is None:
+        inside = torch.ones_like(x, dtype=torch.bool)
+        inside[0, [0, -1]] = False
+        length, settings = torch.tensor([x.shape[1]]), ObjectiveConfig()
+        slots = int(num_masked(length, count, settings))
+        at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
+    else:
+        at = torch.tensor(sorted({i for i in masked if i < count}), dtype=torch.int64)
     x_corrupt = x.clone()
-    if model.generator is not None and len(at):
-        encoder, head = build_generator(model.generator)
+    if len(at):
+        encoder, head = hf.build_generator(model.network("generator"))
         x_masked = x.index_fill(1, at + 1, tokenizer.mask_id)
         h = encoder(x_masked, torch.zeros_like(x), None, None)[0, at + 1]  # (M, D)
         g = head(h, encoder.embeddings.word.weight)[:, :vocab_size].float()  # (M, V)
@@ -392,18 +373,15 @@ def corrupt(
                 raise Refused(422, "There is no such token.", where="forced")
             x_corrupt[0, place + 1] = put
             ids = list(dict.fromkeys([*best[k].tolist(), int(drawn[k]), put, encoding.ids[place]]))
-            names = tokenizer.decode_tokens(ids)
+            named = zip(ids, tokenizer.decode_tokens(ids), p[k, ids].tolist(), strict=True)
             pieces[place] |= {
                 "masked": True,
                 "drawn": int(drawn[k]),
                 "put": put,
                 "own": encoding.ids[place],
-                "alternatives": [
-                    {"id": i, "token": n, "p": float(p[k, i])}
-                    for i, n in zip(ids, names, strict=True)
-                ],
+                "alternatives": [{"id": i, "token": name, "p": share} for i, name, share in named],
             }
-    before, after = _probabilities(network, x), _probabilities(network, x_corrupt)
+    before, after = probabilities(network, x), probabilities(network, x_corrupt)
     changed = (x_corrupt != x)[0, 1:-1].tolist()
     now = tokenizer.decode_tokens(x_corrupt[0, 1:-1].tolist())
     for i, piece in enumerate(pieces):
@@ -413,7 +391,7 @@ def corrupt(
 
 
 @torch.no_grad()
-def explore(model: Pretrained, text: str) -> Json:
+def explore(model: hf.Pretrained, text: str) -> Json:
     """How surprising each token is to either network, and what every head looks at.
 
     Attention is (L, H, T, T) in 255ths, base64, with [CLS] and [SEP]; `looks` says for each head
@@ -425,20 +403,15 @@ def explore(model: Pretrained, text: str) -> Json:
         what = f"The text has {x.shape[1] - 2} tokens, {_EXPLORED} can be explored at once."
         raise Refused(413, what, where="text", fix="give a shorter text")
     pieces = _pieces(encoding, text)
-    for piece, p in zip(pieces, _probabilities(network, x).tolist(), strict=True):
+    for piece, p in zip(pieces, probabilities(network, x).tolist(), strict=True):
         piece["p"] = p
     if model.generator is not None:
-        encoder, head = build_generator(model.generator)
-        for places in torch.arange(len(pieces)).split(16):
-            rows = x.repeat(len(places), 1)
-            rows = rows.scatter(1, places[:, None] + 1, tokenizer.mask_id)  # (S, T)
-            h = encoder(rows, torch.zeros_like(rows), None, None)
-            g = head(h[torch.arange(len(places)), places + 1], encoder.embeddings.word.weight)
-            log_p = g[:, : tokenizer.vocab_size].float().log_softmax(-1)
+        for places, g in hidden_in_turn(model, x, torch.arange(len(pieces)) + 1):
+            log_p = g[:, : tokenizer.vocab_size].float().log_softmax(-1)  # (S, V)
             best = tokenizer.decode_tokens(log_p.argmax(-1).tolist())
-            own = log_p[torch.arange(len(places)), x[0, places + 1]]
+            own = log_p[torch.arange(len(places)), x[0, places]]
             for i, name, value in zip(places.tolist(), best, own.tolist(), strict=True):
-                pieces[i] |= {"bits": -value / math.log(2), "best": name}
+                pieces[i - 1] |= {"bits": -value / math.log(2), "best": name}
     a = _attention(network, x)  # (L, H, T, T)
     T = x.shape[1]
     ends = a[..., [0, T - 1]].sum(-1)[..., 1:-1].mean(-1)  # of the tokens in between
@@ -456,7 +429,7 @@ def explore(model: Pretrained, text: str) -> Json:
 
 def _attention(network: Any, x: Tensor) -> Tensor:
     """softmax(q kᵀ / √K) of every block and head, (L, H, T, T)."""
-    encoder, _ = build_discriminator(network)
+    encoder, _ = hf.build_discriminator(network)
     c, found = encoder.config, list[Tensor]()
     h = encoder.embeddings(x, torch.zeros_like(x))
     h = h if encoder.project is None else encoder.project(h)
@@ -506,15 +479,15 @@ def _locked_files() -> set[int]:
 def _summary(path: Path) -> Json:
     """What is known of a run until its files change."""
     if not (path / "run.json").is_file():
-        run = _read_results(path, path.name, None)
+        run = read_results(path, path.name, None)
         newest = {} if "median" not in run else {f"median {run['metric']}": run["median"]}
         about: Json = {"kind": "fine-tuning", "recipe": run["task"], "newest": newest}
         done = run["state"] == "finished"
         return about | {"state": run["state"], "share": float(done), "warnings": []}
     run = read_pretraining(path, path.name)
-    metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    metrics = read_log(path)
     share = re.search(r"(\d+) %", run["state"])
-    numbers = {name: run[key] for key, name in _CURVES.items() if _is_finite(run[key])}
+    numbers = {name: run[key] for key, name in HELD_OUT.items() if is_finite(run[key])}
     about = {"kind": "pre-training", "recipe": run["recipe"], "state": run["state"]}
     about |= {"share": int(share[1]) / 100 if share else 1.0, "steps": run["steps"]}
     about |= {"newest": numbers, "warnings": health(metrics)}
@@ -566,7 +539,7 @@ def _moment_warnings(path: Path, about: Json, age: float) -> list[str]:
 
 def _curves(path: Path) -> Json:
     """Numbers by kind and name, with their steps and minutes; at most so many points."""
-    metrics = read_metrics(path) if (path / "metrics.jsonl").is_file() else []
+    metrics = read_log(path)
     clock = [(m["step"], m["seconds"]) for m in metrics if isinstance(m.get("seconds"), float)]
     curves: Json = {}
     for kind in ("train", "eval"):
@@ -584,32 +557,28 @@ def _curves(path: Path) -> Json:
             one["minutes"] = (np.interp(steps, at, seconds) / 60).round(3).tolist()
         for key in dict.fromkeys(key for m in lines for key in m):
             values = [m.get(key) for m in lines]
-            if key not in ("kind", "step", "seconds", "seed", "tokens") and any(
-                isinstance(v, float) for v in values
-            ):
-                one[key] = [v if _is_finite(v) else None for v in values]
+            is_number = any(isinstance(v, float) for v in values)
+            if is_number and key not in ("kind", "step", "seconds", "seed", "tokens"):
+                one[key] = [v if is_finite(v) else None for v in values]
         curves[kind] = one
     return curves
 
 
 def _settings(found: dict[str, Path], names: Sequence[str]) -> list[list[str]]:
     """The settings in which runs of one kind differ: name, then the value of each run."""
-    records = [read_json(found[name] / "run.json") for name in names]
-    if len(names) < 2 or not all(records):
-        records = [read_json(found[name] / "finetune.json") for name in names]
-    if len(names) < 2 or not all(records):
+    for file in ("run.json", "finetune.json"):
+        records = [read_json(found[name] / file) for name in names]
+        if len(names) > 1 and all(records):
+            break
+    else:
         return []
     settings: list[Json] = [r.get("config") or r.get("settings") or {} for r in records]
     with contextlib.suppress(ElectraError):  # what a run knew nothing of yet has its default
         settings = [to_dict(from_dict(PretrainConfig, one, where="")) for one in settings]
-    keys = sorted({key for other in settings[1:] for key in differences(settings[0], other)})
-
-    def value(of: Any, key: str) -> str:
-        for part in key.split("."):
-            of = of.get(part) if isinstance(of, dict) else None
-        return "–" if of is None else str(of)
-
-    return [[key, *(value(of, key) for of in settings)] for key in keys]
+    first, *others = settings = [flat(one) for one in settings]
+    keys = {k for other in others for k in first.keys() | other if first.get(k) != other.get(k)}
+    values = {key: [one.get(key) for one in settings] for key in sorted(keys)}
+    return [[key, *("–" if v is None else str(v) for v in row)] for key, row in values.items()]
 
 
 # ---------------------------------------------------------------------- fine-tuning
@@ -682,13 +651,16 @@ class Job:
         about |= {"share": float(told[-1][1]) / 100 if told else None}
         about["line"] = told[-1][2].strip() if told else "reading the model and the table"
         if state == "failed":  # what went wrong and what to do; not the place, which is a path
-            start = next((i for i, line in enumerate(lines) if line.startswith("electra: ")), None)
-            rest = [] if start is None else lines[start:]
-            where = [line.rpartition("/")[2] for line in rest if line.startswith("  where: ")]
-            fix = [line.removeprefix("  to do: ") for line in rest if line.startswith("  to do: ")]
-            what = rest[0].removeprefix("electra: ") if rest else "The training failed."
-            about["error"] = {"what": what, "where": "".join(where), "fix": "".join(fix)}
-            about["error"]["fix"] = about["error"]["fix"] or f"see log.txt in {self.name}"
+
+            def said(mark: str) -> str:
+                return next((x.removeprefix(mark) for x in lines if x.startswith(mark)), "")
+
+            what, fix = said("electra: "), said("  to do: ")
+            about["error"] = {
+                "what": what or "The training failed.",
+                "where": said("  where: ").rpartition("/")[2],
+                "fix": fix or f"see log.txt in {self.name}",
+            }
         return about
 
     def cancel(self) -> None:
@@ -708,7 +680,7 @@ class Job:
 
 def _results(path: Path) -> Json:
     """What the page shows of a finished fine-tuning."""
-    run = _read_results(path, path.name, None)
+    run = read_results(path, path.name, None)
     record = read_json(path / "results.json")
     if not record:
         return {}
@@ -748,21 +720,12 @@ class _Sink(io.RawIOBase):
     """A file that cannot go back and is emptied while it is written."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
+        self._bytes = bytearray()
 
     def write(self, data: Any, /) -> int:
-        self._parts.append(bytes(data))
+        self._bytes += data
         return len(data)
 
     def take(self) -> bytes:
-        taken = b"".join(self._parts)
-        self._parts.clear()
+        taken, self._bytes = bytes(self._bytes), bytearray()
         return taken
-
-
-def _static(name: str) -> Callable[[Request], Response]:
-    content = (Path(__file__).parent / "page" / name).read_bytes()
-    return lambda _: Response(content, media_type=_FILES[name])

@@ -32,10 +32,8 @@ import hmac
 import ipaddress
 import json
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -124,10 +122,8 @@ async def read_object(request: Request) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise ValueError("it is no object")
     except (ValueError, RecursionError) as error:
-        fix = 'send an object such as {"text": "…"}'
-        raise Refused(
-            400, "The body is not the JSON it should be.", where="body", fix=fix
-        ) from error
+        what, fix = "The body is not the JSON it should be.", 'send an object such as {"text": "…"}'
+        raise Refused(400, what, where="body", fix=fix) from error
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -180,6 +176,7 @@ class Guard:
         if scope["type"] != "http":  # a websocket: closed unopened
             await send({"type": "websocket.close"})
             return
+        failed: Exception | None = None
         started, body_read, seen = False, False, 0
         limit = self.limits.bodies.get(scope["path"], self.limits.body)
 
@@ -197,7 +194,8 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                deadline.reschedule(None)
+                if failed is None:  # else the time is no longer counted
+                    deadline.reschedule(None)
                 headers = MutableHeaders(raw=message.setdefault("headers", []))
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
@@ -205,37 +203,30 @@ class Guard:
 
         counts = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         self._at_work += counts
-        request = Request(scope, counted)
         try:
-            async with asyncio.timeout(self.limits.seconds) as deadline:
-                try:
+            try:
+                async with asyncio.timeout(self.limits.seconds) as deadline:
                     self._check(scope, counts, limit)
                     await self.app(scope, counted, with_headers)
-                except Exception as error:
-                    # A route's own errors are answered already; starlette raises them once more.
-                    if not started:
-                        await (await _answer(request, error))(scope, counted, with_headers)
-        except TimeoutError:
-            if not started:
-                late = f"{self.limits.seconds:g} seconds"
-                slow = Refused(
-                    504 if body_read else 408,
-                    f"There was no answer within {late}."
-                    if body_read
-                    else f"The request was not complete within {late}.",
-                    fix="send less, or send it again later",
-                    connection="close",
-                )
-                async with asyncio.timeout(None) as deadline:
-                    await (await _answer(request, slow))(scope, counted, with_headers)
+            except TimeoutError:
+                failed = _too_late(self.limits.seconds, body_read)
+            except Exception as error:
+                failed = error
+            # A route's own errors are answered already; starlette raises them once more.
+            if failed is not None and not started:
+                answer = await _answer(Request(scope, counted), failed)
+                await answer(scope, counted, with_headers)
         finally:
             self._at_work -= counts
 
     def _check(self, scope: Scope, counts: bool, limit: int) -> None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._is_ours(_name(host)):
-            what = f"This server is not {_name(host) or 'nameless'}."
+        name = _name(host)
+        if name not in self.hosts and not _is_address(name):
+            # Whoever points a name of his own at this machine (DNS rebinding) sends that name; what
+            # is sent with an address was meant for this address.
+            what = f"This server is not {name or 'nameless'}."
             raise Refused(421, what, where="host", fix="use its address, or allow the name")
         if self.token is not None and not _is_given(self.token, headers.get("authorization", "")):
             raise Refused(
@@ -274,11 +265,6 @@ class Guard:
             what = f"{most:,} requests a minute are allowed."
             raise Refused(429, what, fix=f"wait {wait} seconds", retry_after=wait)
 
-    def _is_ours(self, name: str) -> bool:
-        # Whoever points a name of his own at this machine (DNS rebinding) sends that name; what is
-        # sent with an address was meant for this address.
-        return name in self.hosts or _address(name) is not None
-
 
 def _name(host: str) -> str:
     """A Host header without its port."""
@@ -286,11 +272,10 @@ def _name(host: str) -> str:
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
+def _is_address(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    return False
 
 
 def _is_given(token: str, authorization: str) -> bool:
@@ -304,6 +289,12 @@ def _is_given(token: str, authorization: str) -> bool:
 def _too_large(limit: int) -> Refused:
     what = f"The request is larger than {limit:,} bytes."
     return Refused(413, what, where="body", fix="send less at once", connection="close")
+
+
+def _too_late(seconds: float, body_read: bool) -> Refused:
+    what = "There was no answer" if body_read else "The request was not complete"
+    what, fix = f"{what} within {seconds:g} seconds.", "send less, or send it again later"
+    return Refused(504 if body_read else 408, what, fix=fix, connection="close")
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -340,22 +331,6 @@ def listen(app: Guard, host: str = "127.0.0.1", port: int = 0, *, title: str = "
     any that is free; the address is printed when it answers.
     """
     app.token = os.environ.get(TOKEN) or None
-    bound = _bind(host, port)
-    address, port = bound.getsockname()[:2]
-    if not ipaddress.ip_address(address).is_loopback:
-        if app.token is None or len(app.token) < _TOKEN_CHARACTERS:
-            bound.close()
-            raise ElectraError(
-                f"Beyond this machine, a token of {_TOKEN_CHARACTERS} characters is needed.",
-                where=f"--host {host}",
-                fix=f"set {TOKEN}, for example to what `openssl rand -hex 16` prints",
-            )
-        warning = (
-            f"electra: LISTENING BEYOND THIS MACHINE on {address}, without encryption: whoever "
-            f"reads the network reads texts and token; put a proxy with TLS in front"
-        )
-        print(warning, file=sys.stderr, flush=True)
-    name = f"[{address}]" if ":" in address else address
     config = uvicorn.Config(
         app,
         http="h11",
@@ -370,8 +345,21 @@ def listen(app: Guard, host: str = "127.0.0.1", port: int = 0, *, title: str = "
         h11_max_incomplete_event_size=_HEADER_BYTES,
     )
     server = _Server(config)
-    server.greeting = f"{title}: http://{name}:{port} (Ctrl-C ends it)"
-    with bound:
+    with _bind(host, port) as bound:
+        address, port = bound.getsockname()[:2]
+        if not ipaddress.ip_address(address).is_loopback:
+            if app.token is None or len(app.token) < _TOKEN_CHARACTERS:
+                what = f"Beyond this machine, a token of {_TOKEN_CHARACTERS} characters is needed."
+                fix = f"set {TOKEN}, for example to what `openssl rand -hex 16` prints"
+                raise ElectraError(what, where=f"--host {host}", fix=fix)
+            print(
+                f"electra: LISTENING BEYOND THIS MACHINE on {address}, without encryption: whoever "
+                "reads the network reads texts and token; put a proxy with TLS in front",
+                file=sys.stderr,
+                flush=True,
+            )
+        name = f"[{address}]" if ":" in address else address
+        server.greeting = f"{title}: http://{name}:{port} (Ctrl-C ends it)"
         try:
             server.run(sockets=[bound])
         except SystemExit:  # uvicorn's way to say that the application did not start; it says why
@@ -390,36 +378,20 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        if threading.current_thread() is not threading.main_thread():
+        with StopRequest() as self._stop:
             yield
-            return
-        before = {n: signal.signal(n, self._end) for n in StopRequest.SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
-    def _end(self, number: int, frame: object) -> None:
-        del frame
-        if self.should_exit:  # a second signal ends at once
-            os._exit(128 + number)
-        self.should_exit = True
+    async def on_tick(self, counter: int) -> bool:
+        return self._stop() or await super().on_tick(counter)
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    fixes = {
-        errno.EADDRINUSE: "end what listens there, or choose another with --port",
-        errno.EACCES: "choose one of 1024 or more with --port",
-    }
     try:
         if not 0 <= port < 1 << 16:  # getaddrinfo takes the rest of a division
             raise OverflowError("a port is a number from 0 to 65,535")
         # The protocol by name, or asyncio leaves Nagle's delay on: 40 ms for every answer.
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        bound = socket.socket(family, kind, protocol)
+        *form, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(*form)  # family, kind, protocol
         try:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
@@ -427,9 +399,11 @@ def _bind(host: str, port: int) -> socket.socket:
             bound.close()
             raise
     except (OSError, OverflowError, UnicodeError) as error:
-        number = getattr(error, "errno", None)
-        in_use = number == errno.EADDRINUSE
-        what = f"Port {port} is in use." if in_use else f"Cannot listen: {error}."
-        fix = fixes.get(number or 0, "check --host and --port")
+        what, fix = f"Cannot listen: {error}.", "check --host and --port"
+        if isinstance(error, PermissionError):
+            fix = "choose one of 1024 or more with --port"
+        elif getattr(error, "errno", None) == errno.EADDRINUSE:
+            what = f"Port {port} is in use."
+            fix = "end what listens there, or choose another with --port"
         raise ElectraError(what, where=f"{host}:{port}", fix=fix) from error
     return bound

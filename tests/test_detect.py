@@ -171,3 +171,13 @@ def test_reading_a_model_does_not_load_the_compiler(model: Path) -> None:
     code += "detect(Path(sys.argv[1]), 'the chef'); sys.exit('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_generator_on_the_gpu_gives_the_same_alternatives(model: Path) -> None:
+    loaded = hf.load_pretrained(model)
+    loaded.network("generator").modules.to("cuda")  # as `electra serve` does
+    found, expected = detect(loaded, TEXT).tokens, detect(model, TEXT).tokens
+    assert any(token.alternatives for token in expected)
+    for one, other in zip(found, expected, strict=True):
+        assert [a.token for a in one.alternatives] == [a.token for a in other.alternatives]

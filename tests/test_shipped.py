@@ -155,7 +155,9 @@ def half(out: Path) -> tuple[dict[str, Any] | None, str]:
     console = Console(record=True, width=200, quiet=False, highlight=False)
     exchanged, task = {"found": 3, "sentences": 200}, {"pretrained": [0.5, 0.6]}
     splits = {"train": examples, "dev": examples}
-    done = demo_module._shipped(splits, documents, out, console, exchanged, task)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_module, "console", console)
+        done = demo_module._shipped(splits, documents, out, exchanged, task)
     return done, console.export_text()
 
 

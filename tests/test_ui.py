@@ -475,6 +475,14 @@ def test_a_failed_job_says_why_without_a_path(runs: Path, tmp_path: Path) -> Non
     assert str(tmp_path) not in json.dumps(found)
 
 
+def test_a_failed_job_names_the_setting_that_was_wrong(runs: Path, tmp_path: Path) -> None:
+    arguments = ["--data", str(tmp_path), "--out", str(runs / "bad-2"), "--epochs", "-1"]
+    job = Job("bad-2", runs / "bad-2", arguments)
+    job.process.wait(60)
+    error = job.describe()["error"]
+    assert (error["what"], error["where"]) == ("epochs is -1.0.", "epochs")
+
+
 @pytest.mark.parametrize(
     "path",
     [
