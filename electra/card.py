@@ -169,6 +169,9 @@ def training_facts(
         facts["corpus, SHA-256"] = code(record["corpus_fingerprint"])
     if start := record.get("init"):
         facts["started from"] = _name(start)
+    if (positions := config.encoder.max_positions) > data.sequence_length:
+        seen = f"rows of pre-training reach the first {data.sequence_length:,}"
+        facts["positions"] = f"{positions:,}; {seen}"
     if step is not None:
         tokens = step * config.tokens_per_step
         facts["length"] = f"{step:,} steps of {data.batch_size} × {data.sequence_length} tokens"

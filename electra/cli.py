@@ -507,16 +507,9 @@ class DetectCommand(Command):
     def run(self) -> None:
         from rich.console import Console
 
-        from .detect import detect, render, trained_length
+        from .detect import detect, render
 
-        model = _model(self.model)
-        found = detect(model, self.text, alternatives=self.alternatives)
-        length, longest = len(found.tokens) + 2, trained_length(model)
-        if longest is not None and length > longest:
-            _note(
-                f"warning: the text has {length:,} tokens, and the model was trained on rows of at "
-                f"most {longest:,}: expect much worse answers than for parts of that length"
-            )
+        found = detect(_model(self.model), self.text, alternatives=self.alternatives)
         Console(highlight=False).print(render(found))
 
 

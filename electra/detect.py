@@ -2,7 +2,9 @@
 
 Comes in: a run, an export or a transformers directory, and a text. Goes out: a `Detection` with
 P(replaced) = σ(d) of every token (paper, section 2), its place in the text, and what the
-generator would rather see where it is suspicious; `render` colours it for the terminal.
+generator would rather see where it is suspicious; `render` colours it for the terminal. A text
+longer than the rows of pre-training is read in overlapping rows: a model may have more positions,
+but has never seen them.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -21,8 +23,8 @@ from tokenizers import Encoding
 from torch import Tensor
 
 from .errors import ElectraError
-from .files import read_json, reading
 from .hf import Network, Pretrained, build_discriminator, build_generator, load_pretrained
+from .tokenizer import Tokenizer
 
 _SUSPICIOUS = 0.5  # P(replaced) from which alternatives are asked for
 _SHOWN = 0.05  # P(replaced) below which a token stays without colour
@@ -97,6 +99,19 @@ class Detection:
         return "".join(lines)
 
 
+@dataclass(frozen=True)
+class Row:
+    """A part of a text as the model reads it, and the tokens of the text that it judges."""
+
+    x: Tensor  # (1, T) with [CLS] and [SEP]
+    first: int  # the text's token that stands behind [CLS]
+    own: range  # of the text's tokens
+
+    def of(self, replaced: Tensor) -> Tensor:
+        """What is said of its own tokens in (T − 2,) numbers of all that it reads."""
+        return replaced[self.own.start - self.first : self.own.stop - self.first]
+
+
 def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Detection:
     """P(replaced) of every token of `text`, by a model or the one in a directory.
 
@@ -106,35 +121,59 @@ def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Det
     if not isinstance(model, Pretrained):
         model = load_pretrained(with_generator(model))
     network = model.network("discriminator")
-    encoding, x = encode(model, text)
-    return verdict(model, text, encoding, x, probabilities(network, x), alternatives)
+    encoding, rows = cut(model, text)
+    replaced = torch.cat([row.of(probabilities(network, row.x)) for row in rows])
+    return verdict(model, text, encoding, rows, replaced, alternatives)
 
 
 def verdict(
-    model: Pretrained, text: str, encoding: Encoding, x: Tensor, replaced: Tensor, alternatives: int
+    model: Pretrained,
+    text: str,
+    encoding: Encoding,
+    rows: list[Row],
+    replaced: Tensor,
+    alternatives: int,
 ) -> Detection:
-    """What P(replaced) of the tokens between [CLS] and [SEP], (T − 2,), says of a text."""
+    """What P(replaced) of its tokens, (N,), says of a text."""
     places = zip(encoding.tokens, encoding.offsets, replaced.tolist(), strict=True)
     tokens = [Token(token, start, end, p) for token, (start, end), p in places]
     if model.generator is not None and alternatives > 0:
         at = (replaced > _SUSPICIOUS).index_fill(0, replaced.argmax(), True).nonzero().squeeze(1)
         tokenizer = model.needed_tokenizer()
-        for rows, g in hidden_in_turn(model, x, at + 1):
-            g = g.softmax(-1)[:, : tokenizer.vocab_size]  # (S, V)
-            p, best = g.topk(min(alternatives, tokenizer.vocab_size))  # (S, k)
-            for i, ids, row in zip(rows.tolist(), best.tolist(), p.tolist(), strict=True):
-                named = tuple(map(Alternative, tokenizer.decode_tokens(ids), row))
-                tokens[i - 1] = replace(tokens[i - 1], alternatives=named)
+        for row in rows:
+            own = at[(at >= row.own.start) & (at < row.own.stop)] - row.first + 1
+            for positions, g in hidden_in_turn(model, row.x, own):
+                g = g.softmax(-1)[:, : tokenizer.vocab_size]  # (S, V)
+                p, best = g.topk(min(alternatives, tokenizer.vocab_size))  # (S, k)
+                found = zip(positions.tolist(), best.tolist(), p.tolist(), strict=True)
+                for position, ids, shares in found:
+                    named = tuple(map(Alternative, tokenizer.decode_tokens(ids), shares))
+                    i = position - 1 + row.first
+                    tokens[i] = replace(tokens[i], alternatives=named)
     return Detection(text, _words(tokens, encoding.word_ids))
+
+
+def cut(model: Pretrained, text: str) -> tuple[Encoding, list[Row]]:
+    """The tokens of a text, and the rows of pre-training's length that judge them.
+
+    Rows of a longer text begin half a row apart, and each token is judged by the row in whose
+    middle it is nearest to standing.
+    """
+    encoding, tokenizer = _tokens(model, text), model.needed_tokenizer()
+    room, n = max(model.row_length - 2, 1), len(encoding.ids)
+    firsts = [*range(0, n - room, max(room // 2, 1)), max(n - room, 0)]
+    borders = [0, *((before + room + first) // 2 for before, first in pairwise(firsts)), n]
+    rows = [
+        Row(_framed(encoding.ids[first : first + room], tokenizer), first, range(*own))
+        for first, own in zip(firsts, pairwise(borders), strict=True)
+    ]
+    return encoding, rows
 
 
 def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
     """The tokens of a text, and x (1, T) with [CLS] and [SEP]; not of one too long or empty."""
-    tokenizer = model.needed_tokenizer()
-    encoding = tokenizer.backend.encode(text, add_special_tokens=False)
-    if not encoding.ids:
-        raise ElectraError("The text holds no token.", where="text", fix="give at least one word")
-    x = torch.tensor([[tokenizer.cls_id, *encoding.ids, tokenizer.sep_id]])  # (1, T)
+    encoding = _tokens(model, text)
+    x = _framed(encoding.ids, model.needed_tokenizer())
     longest = model.network("discriminator").config.max_positions
     if x.shape[1] > longest:
         what = f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
@@ -143,15 +182,15 @@ def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
     return encoding, x
 
 
-def trained_length(model: Path) -> int | None:
-    """Tokens of a row in pre-training, where the export or run says it. A model may have more
-    positions than that, but has never seen them."""
-    whole = with_generator(model)
-    for name in ("electra.json", "run.json"):
-        if config := read_json(whole / name).get("config"):
-            with reading(whole / name):
-                return int(config["data"]["sequence_length"])
-    return None
+def _tokens(model: Pretrained, text: str) -> Encoding:
+    encoding = model.needed_tokenizer().backend.encode(text, add_special_tokens=False)
+    if not encoding.ids:
+        raise ElectraError("The text holds no token.", where="text", fix="give at least one word")
+    return encoding
+
+
+def _framed(ids: list[int], tokenizer: Tokenizer) -> Tensor:
+    return torch.tensor([[tokenizer.cls_id, *ids, tokenizer.sep_id]])  # (1, T)
 
 
 def with_generator(path: Path) -> Path:

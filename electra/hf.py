@@ -187,6 +187,17 @@ class Pretrained:
             raise ElectraError(what, where=str(self.path), fix=fix)
         return self.tokenizer
 
+    @cached_property
+    def row_length(self) -> int:
+        """Tokens of a row in pre-training, where the export or run says it; else the positions of
+        the discriminator, of which it may have seen fewer."""
+        positions = self.network("discriminator").config.max_positions
+        for name in ("electra.json", "run.json"):
+            if config := read_json(self.path / name).get("config"):
+                with reading(self.path / name):
+                    return min(int(config["data"]["sequence_length"]), positions)
+        return positions
+
 
 @dataclass(frozen=True)
 class LoadedEncoder:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from . import __version__, hf, web
-from .detect import encode, verdict, with_generator
+from .detect import cut, verdict, with_generator
 from .encoder import DiscriminatorHead, Encoder
 from .errors import ElectraError
 from .features import TaskBatch, encode_texts, marked
@@ -232,15 +232,16 @@ def _detection(
         model.generator.modules.to(device)
 
     def detections(asked: list[Values]) -> list[Values]:
-        encoded = [encode(model, one["text"]) for one in asked]
-        rows = [x[0].tolist() for _, x in encoded]
+        parts = [cut(model, one["text"]) for one in asked]
+        rows = [row.x[0].tolist() for _, of_one in parts for row in of_one]
         marks = [[-1, *[0] * (len(row) - 2), -1] for row in rows]
         features = marked(rows, marks, range(len(rows)), tokenizer, longest)
         logits = predict(network, features, device, padding=_PADDING[device.type])["logits"]
-        replaced = torch.from_numpy(logits).sigmoid().split([len(row) - 2 for row in rows])
+        judged = iter(torch.from_numpy(logits).sigmoid().split([len(row) - 2 for row in rows]))
         answers: list[Values] = []
-        for one, (encoding, x), p in zip(asked, encoded, replaced, strict=True):
-            found = verdict(model, one["text"], encoding, x, p, one["alternatives"])
+        for one, (encoding, of_one) in zip(asked, parts, strict=True):
+            p = torch.cat([row.of(next(judged)) for row in of_one])
+            found = verdict(model, one["text"], encoding, of_one, p, one["alternatives"])
             answers.append({"tokens": [asdict(token) for token in found.tokens]})
         return answers
 
@@ -256,8 +257,8 @@ def _detection(
     what = "how many the generator gives for a suspicious token"
     count = _schema("integer", what, minimum=0, maximum=10, default=3)
     return Endpoint(
-        f"How likely each token of a text was replaced; texts of more than {longest} tokens, with "
-        "[CLS] and [SEP], are refused, and so are texts without a token.",
+        f"How likely each token of a text was replaced; texts of more than {model.row_length} "
+        "tokens, with [CLS] and [SEP], are read in overlapping rows, those without one refused.",
         {"text": _schema("string", "the text"), "alternatives": count},
         {"tokens": _schema("array", "the text's tokens", items=_object(token))},
         {"text": _EXAMPLE},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,17 @@ from rich.console import Console
 from rich.text import Text
 
 from electra import hf
-from electra.cli import run
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
-from electra.detect import Alternative, Detection, Token, Word, detect, render
+from electra.detect import (
+    Alternative,
+    Detection,
+    Token,
+    Word,
+    cut,
+    detect,
+    probabilities,
+    render,
+)
 from electra.errors import ElectraError
 from electra.objectives import SpecialIds, build_objective
 from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -117,10 +126,54 @@ def test_a_text_without_words(text: str, model: Path) -> None:
         detect(model, text)
 
 
-def test_the_longest_text(model: Path) -> None:
-    assert len(detect(model, "the " * 15).tokens) == 15
-    with pytest.raises(ElectraError, match=r"18 tokens .* at most 17"):
-        detect(model, "the " * 16)
+@pytest.mark.parametrize("words", [*range(1, 40), 400])
+def test_a_long_text_is_read_in_rows_of_pretraining(words: int, model: Path) -> None:
+    loaded = hf.load_pretrained(model)  # 17 positions, trained on 11
+    text = " ".join(PIECES[i * i // 3 % 4] for i in range(words))
+    encoding, rows = cut(loaded, text)
+    ids, room = encoding.ids, 9
+    assert [i for row in rows for i in row.own] == list(range(words))
+    for row in rows:
+        read = list(range(row.first, row.first + row.x.shape[1] - 2))
+        assert row.x[0, 1:-1].tolist() == [ids[i] for i in read]
+        assert len(read) == min(room, words)
+        for i in row.own:  # the middle of no other row is nearer, but for halves
+            ways = [abs(2 * (i - other.first) - room + 1) for other in rows]
+            assert abs(2 * (i - row.first) - room + 1) <= min(ways) + 1
+    result = detect(loaded, text)
+    assert [token.token for token in result.tokens] == text.split()
+    shown = max(result.tokens, key=lambda token: token.replaced)
+    assert shown.alternatives
+    for row in rows:
+        part = probabilities(loaded.network("discriminator"), row.x)
+        for i in row.own:
+            assert result.tokens[i].replaced == pytest.approx(part[i - row.first].item(), abs=1e-6)
+
+
+def test_alternatives_of_a_long_text_are_those_of_its_row(model: Path) -> None:
+    loaded = hf.load_pretrained(model)
+    text = " ".join(PIECES[i * i // 3 % 4] for i in range(31))
+    found, seen = detect(loaded, text), 0
+    for row in cut(loaded, text)[1]:
+        part = [found.tokens[i] for i in range(row.first, row.first + row.x.shape[1] - 2)]
+        alone = detect(loaded, " ".join(token.token for token in part))
+        for i in row.own:
+            here, there = found.tokens[i], alone.tokens[i - row.first]
+            assert here.replaced == pytest.approx(there.replaced, abs=1e-6)
+            if here.replaced > 0.51:
+                seen += 1
+                names = [[a.token for a in token.alternatives] for token in (here, there)]
+                assert names[0] == names[1] != []
+    assert seen > 1
+
+
+def test_a_model_that_does_not_say_its_rows_has_those_of_its_positions(
+    model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model / "discriminator", tmp_path / "alone")
+    assert hf.load_pretrained(tmp_path / "alone").row_length == 17
+    assert len(cut(hf.load_pretrained(tmp_path / "alone"), "the " * 15)[1]) == 1
+    assert hf.load_pretrained(model).row_length == 11
 
 
 def test_special_tokens_in_the_text_are_tokens(model: Path) -> None:
@@ -153,16 +206,6 @@ def test_a_text_cannot_steer_the_terminal() -> None:
     assert shown == "a\ufffd[31m\ufffd\ufffdb\ufffdc"
     joined = "می\u200cخواهم"
     assert render(Detection(joined, ())).plain == joined
-
-
-def test_a_text_longer_than_the_rows_of_training_is_said(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for path in (model, model / "discriminator"):  # 17 positions, trained on 11
-        for words, is_long in ((9, False), (10, True)):
-            assert run(["detect", " ".join(["the"] * words), "--model", str(path)]) == 0
-            shown = capsys.readouterr().err
-            assert ("rows of at most 11" in shown) == is_long
 
 
 def test_reading_a_model_does_not_load_the_compiler(model: Path) -> None:

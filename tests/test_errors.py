@@ -436,7 +436,6 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("report", "there is no run"): lambda p: ["report", p.here],
     ("report", "a record is damaged"): damaged_results,
     ("detect", "the text has no token"): lambda p: ["detect", " ", "--model", p.made.export],
-    ("detect", "the text is too long"): lambda p: ["detect", "a " * 50, "--model", p.made.export],
     ("detect", "there is no discriminator"): lambda p: [
         *("detect", "a", "--model", p.made.export / "generator"),
     ],
