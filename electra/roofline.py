@@ -24,7 +24,7 @@ the same with own kernels, which are fewer and move fewer bytes: 2.3 to 2.8 ms d
 batch, in 659 kernels. Two profiles say 0.73 for traffic; 0.70, because steps take 2 % longer than
 their kernels. That a mask costs own kernels nothing is a guess. CPU: the CPU time of `small` and
 `tiny` in one thread (results/speed). docs/cost.md has measured and predicted values side by side; a
-test holds them to 25 %, those with own kernels to 10 %.
+test holds them to 25 %, those with own kernels of that time to 10 %.
 """
 
 from __future__ import annotations

@@ -81,11 +81,17 @@ def test_speed_and_memory_on_the_h200_are_within_a_quarter(name: str) -> None:
         assert gibibytes(model) == pytest.approx(row["peak_memory_gib"], rel=0.25)
 
 
-VARIANTS = [("2", "plain"), ("3", "plain"), ("3", "kernels"), ("4", "kernels")]
+# Those of record 5 are newer than the calibration: a generator's layer is one kernel there.
+VARIANTS = [
+    *(("2", "plain", 0.1), ("3", "plain", 0.1), ("3", "kernels", 0.1), ("4", "kernels", 0.1)),
+    ("5", "kernels", 0.2),
+]
 
 
-@pytest.mark.parametrize(("number", "variant"), VARIANTS)
-def test_the_step_with_and_without_own_kernels_is_as_measured(number: str, variant: str) -> None:
+@pytest.mark.parametrize(("number", "variant", "rel"), VARIANTS)
+def test_the_step_with_and_without_own_kernels_is_as_measured(
+    number: str, variant: str, rel: float
+) -> None:
     saved: Any = record(f"speed/step_variants{number}_h200.json")
     rows = saved["rows"] if isinstance(saved, dict) else saved
     rows = [row for row in rows if row["variant"] == variant]
@@ -93,7 +99,7 @@ def test_the_step_with_and_without_own_kernels_is_as_measured(number: str, varia
     for row in rows:
         model = model_of(config_of(row["config"], number))
         assert model.has_kernels(H200) == (variant == "kernels")
-        close(model, H200, statistics.median(row["tokens_per_second"]), rel=0.1)
+        close(model, H200, statistics.median(row["tokens_per_second"]), rel=rel)
         assert gibibytes(model) == pytest.approx(row["peak_memory_gib"], rel=0.15)
 
 
