@@ -202,9 +202,11 @@ def test_the_joint_head_lies_beside_the_encoder(
     model = export(out, task_of("qa"), "paper", tokenizer, **options)
     loaded = hf.load_finetuned(out)
     given = batch(tokenizer.vocab_size)
+    assert_same_bits(loaded.model.state_dict(), model.state_dict())
     assert_equal = torch.testing.assert_close
     for name, tensor in model.predict(given).items():
-        assert_equal(loaded.model.predict(given)[name], tensor, rtol=0, atol=0)
+        # Not to the bit: on some processors a sum depends on where in memory its numbers lie.
+        assert_equal(loaded.model.predict(given)[name], tensor, rtol=1e-5, atol=1e-5)
     theirs, info = transformers.AutoModel.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
