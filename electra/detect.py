@@ -215,7 +215,7 @@ def hidden_in_turn(model: Pretrained, x: Tensor, at: Tensor) -> Iterator[tuple[T
     """
     encoder, head = build_generator(model.network("generator"))
     mask_id, x = model.needed_tokenizer().mask_id, x.to(encoder.embeddings.word.weight.device)
-    for rows in at.to(x.device).split(_ROWS):
+    for rows in at.to(x.device).split(_ROWS) if len(at) else ():
         x_masked = x.repeat(len(rows), 1).scatter(1, rows[:, None], mask_id)  # (S, T)
         h = encoder(x_masked, torch.zeros_like(x_masked), None, None)  # (S, T, D)
         yield rows, head(h[torch.arange(len(rows)), rows], encoder.embeddings.word.weight)

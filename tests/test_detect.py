@@ -167,6 +167,13 @@ def test_alternatives_of_a_long_text_are_those_of_its_row(model: Path) -> None:
     assert seen > 1
 
 
+def test_rows_without_a_suspicious_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("electra.detect._SUSPICIOUS", 1.0)
+    tokens = detect(model, "the chef ate " * 9).tokens
+    assert [bool(t.alternatives) for t in tokens].count(True) == 1
+    assert max(tokens, key=lambda token: token.replaced).alternatives
+
+
 def test_a_model_that_does_not_say_its_rows_has_those_of_its_positions(
     model: Path, tmp_path: Path
 ) -> None:

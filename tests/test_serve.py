@@ -27,7 +27,7 @@ pytest.importorskip("uvicorn")
 
 from electra import card, hf, serve
 from electra.config import EncoderConfig, GeneratorConfig, PretrainConfig
-from electra.detect import detect
+from electra.detect import cut, detect
 from electra.embed import embed
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.glue import SQUAD, predict_rows
@@ -305,7 +305,6 @@ def test_waiting_requests_are_shared_among_idle_workers() -> None:
         ({"text": "a", "alternatives": True}, 422, "alternatives"),
         ({"text": "a", "alternatives": "3"}, 422, "alternatives"),
         ({"text": "a" * 2001}, 413, "text"),
-        ({"text": "a b " * 400}, 400, "text"),
         ({"text": " \n "}, 400, "text"),
         (["text"], 400, "body"),
     ],
@@ -316,6 +315,18 @@ def test_what_cannot_be_answered_is_told_why(
     [(found, error)] = ask(server_of(models["detect"]), ("/detect", body))
     assert (found, error["where"]) == (status, where)
     assert error["fix"]
+
+
+def test_a_long_text_is_read_in_rows_beside_short_ones(models: dict[str, Path]) -> None:
+    texts = ["a b", "a b c d e " * 90, "b " * 3]
+    found = ask(server_of(models["detect"]), *(("/detect", {"text": text}) for text in texts))
+    for text, (status, answer) in zip(texts, found, strict=True):
+        wanted = detect(models["detect"], text)
+        assert status == 200
+        assert [t["token"] for t in answer["tokens"]] == [t.token for t in wanted.tokens]
+        p = [t["replaced"] for t in answer["tokens"]]
+        np.testing.assert_allclose(p, [t.replaced for t in wanted.tokens], atol=1e-5)
+    assert len(cut(hf.load_pretrained(models["detect"]), texts[1])[1]) > 2
 
 
 @pytest.mark.parametrize("name", [*TASKS, "detect", "encoder"])
