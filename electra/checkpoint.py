@@ -68,6 +68,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._copies: dict[int, Tensor] = {}  # place of a buffer -> its bytes
+        self._stage = torch.empty(0, dtype=torch.uint8)  # pinned, where the buffers are on a GPU
         with storage_errors(directory):
             directory.mkdir(parents=True, exist_ok=True)
         for left_over in directory.glob(".tmp-*"):
@@ -79,13 +80,9 @@ class Saver:
         Waits for the save before it. A state with a non-finite number is refused there.
         """
         self.wait()
-        # Whole buffers are copied, a few long ones, into memory that stays for the next save, and
-        # taken apart in the thread: many copies would hold up the training for longer than a step.
-        storages = {t.untyped_storage() for group in tensors.values() for t in group.values()}
-        buffers = {storage.data_ptr(): _whole(storage) for storage in storages}
-        sizes = {place: len(buffer) for place, buffer in buffers.items()}
-        if {place: len(copy) for place, copy in self._copies.items()} != sizes:
-            self._copies = {place: torch.empty_like(b) for place, b in buffers.items()}
+        # Whole buffers are copied, a few long ones, and taken apart in the thread: many copies
+        # would hold up the training for longer than a step.
+        buffers = self.reserve(tensors)
         for place, copy in self._copies.items():
             copy.copy_(buffers[place], non_blocking=True)
         copies, ready = self._copies, None
@@ -95,6 +92,20 @@ class Saver:
         arguments = (step, tensors, copies, ready, state)
         self._thread = threading.Thread(target=self._write, args=arguments)
         self._thread.start()
+
+    def reserve(self, tensors: Tensors) -> dict[int, Tensor]:
+        """Memory for the copies of these, which stays from save to save; their buffers, by place.
+
+        Asked for before the training begins: a driver that hands out memory launches no step.
+        """
+        storages = {t.untyped_storage() for group in tensors.values() for t in group.values()}
+        buffers = {storage.data_ptr(): _whole(storage) for storage in storages}
+        sizes = {place: len(buffer) for place, buffer in buffers.items()}
+        if {place: len(copy) for place, copy in self._copies.items()} != sizes:
+            self._copies = {place: torch.empty_like(b) for place, b in buffers.items()}
+        if not len(self._stage) and any(buffer.is_cuda for buffer in buffers.values()):
+            self._stage = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+        return buffers
 
     @property
     def is_busy(self) -> bool:
@@ -125,7 +136,7 @@ class Saver:
             if ready is not None:
                 with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
                     ready.synchronize()
-                    copies = {place: _to_host(buffer) for place, buffer in copies.items()}
+                    copies = {place: _to_host(b, self._stage) for place, b in copies.items()}
 
             def copied(t: Tensor) -> Tensor:
                 storage = copies[t.untyped_storage().data_ptr()].untyped_storage()
@@ -163,15 +174,14 @@ class Saver:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _to_host(buffer: Tensor) -> Tensor:
-    """`buffer` (n,) in the host's memory, by way of a little of it that is pinned.
+def _to_host(buffer: Tensor, stage: Tensor) -> Tensor:
+    """`buffer` (n,) in the host's memory, by way of `stage`, a little of it that is pinned.
 
     A copy into memory that is not keeps the driver to itself until it ends, and no other thread
     can launch a step meanwhile.
     """
     host = torch.empty(buffer.shape, dtype=buffer.dtype)
-    stage = torch.empty(_PIECE, dtype=buffer.dtype, pin_memory=buffer.is_cuda)
-    for source, goal in zip(buffer.split(_PIECE), host.split(_PIECE), strict=True):
+    for source, goal in zip(buffer.split(len(stage)), host.split(len(stage)), strict=True):
         stage[: len(source)].copy_(source, non_blocking=True)
         if buffer.is_cuda:
             arrived = torch.cuda.Event(blocking=True)

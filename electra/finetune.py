@@ -352,7 +352,8 @@ class Trainer:
             graph = torch.cuda.CUDAGraph()
             # Nothing outlives a replay but what lies in our own buffers, so all may share memory.
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
-            graph.capture_begin(pool=pool)
+            # The saves of other seeds use the device in threads of their own meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             self.train_step(T)
             graph.capture_end()
             self._graphs[T] = graph
@@ -640,7 +641,8 @@ class _SeedRun:
         if (due or stopping) and step < self.trainer.steps:
             self.last_save = now
             state = {"seconds": self.spent + now - self.since}
-            self.saver.save(step, self.trainer.state(), state)
+            with self.trainer.at_work():  # the next step must not overtake the copies
+                self.saver.save(step, self.trainer.state(), state)
 
     def finish(self, at_once: int) -> dict[str, Any]:
         """Score the seed and write everything about it; returns what its result.json holds."""

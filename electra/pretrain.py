@@ -262,6 +262,8 @@ def _train(
                     _find_micro_batch(trainer, out, log, step, glance, stop)
                 with _compiling(runtime, stop):
                     trainer.record()
+                if saver is not None:
+                    saver.reserve(trainer.state())
         except (BrokenOff, Exception) as error:
             # A signal to all processes of a terminal or of torchrun ends the compiler's as well.
             if stop() and not isinstance(error, ElectraError):
@@ -550,9 +552,8 @@ class Trainer:
                         self.train_step()
                 torch.cuda.current_stream().wait_stream(side)
                 self._graph = torch.cuda.CUDAGraph()
-                # NCCL's watchdog asks for events while this thread records.
-                mode = "thread_local" if self.runtime.world > 1 else "global"
-                with torch.cuda.graph(self._graph, capture_error_mode=mode):
+                # Other threads may use the device meanwhile: NCCL's watchdog, a save.
+                with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                     self.train_step()
             else:
                 self.train_step()

@@ -183,9 +183,11 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     if not wants_cuda:
         _keep_freed_memory()
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
-    # torch unpickles what it compiled before, by default from a folder that anybody can prepare.
+    # torch unpickles what it compiled before, by default from a folder that anybody can prepare;
+    # and by its key it takes old for new where an operator of ours has changed.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{cache}/electra/compiled")
+    own = f"{cache}/electra/compiled/{source_hash()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
     graph = wants_cuda and world == 1 if config.cuda_graph == "auto" else config.cuda_graph == "yes"
     if graph and not wants_cuda:
         raise ElectraError(
@@ -259,13 +261,18 @@ def fastest_threads() -> int:
 
 
 @functools.cache
+def source_hash() -> str:
+    """Of the package's files."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def source() -> dict[str, str]:
     """Which code runs: a hash over the package's files and, in a git checkout, its commit."""
     package = Path(__file__).parent
-    digest = hashlib.sha256()
-    for file in sorted(package.glob("*.py")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    found = {"source": digest.hexdigest()[:16]}
+    found = {"source": source_hash()}
     git = ["git", "-C", str(package)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)

@@ -440,7 +440,22 @@ for name, count, directory in {[(n, c, str(d)) for d, (n, c) in children.items()
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 65])
-def test_what_travels_in_pieces_arrives_whole(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_PIECE", 8)
+def test_what_travels_in_pieces_arrives_whole(size: int) -> None:
     bytes_ = torch.arange(size).to(torch.uint8)
-    assert torch.equal(checkpoint._to_host(bytes_), bytes_)
+    stage = torch.empty(8, dtype=torch.uint8)
+    assert torch.equal(checkpoint._to_host(bytes_, stage), bytes_)
+
+
+def test_memory_for_copies_is_there_before_the_first_save(tmp_path: Path) -> None:
+    tensors = {"model": {"a": torch.arange(6.0), "b": torch.ones(3)}}
+    saver = Saver(tmp_path, keep=1)
+    saver.reserve(tensors)
+    places = {copy.data_ptr() for copy in saver._copies.values()}
+    assert len(places) == 2
+    for step in (1, 2):
+        saver.save(step, tensors, {})
+        saver.wait()
+        assert {copy.data_ptr() for copy in saver._copies.values()} == places
+    newest = load_newest(tmp_path)
+    assert newest is not None
+    assert torch.equal(newest.tensors["model"]["a"], torch.arange(6.0))

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -637,6 +637,50 @@ def test_a_late_signal_loses_no_step(
     with pytest.raises(Stopped):
         tune(tmp_path)
     assert newest(tmp_path, 0) >= 4
+
+
+def test_a_save_is_made_between_the_steps_of_its_own_stream(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any other stream the next step could change what is still being copied."""
+    inside, seen = list[bool](), list[bool]()
+
+    @contextlib.contextmanager
+    def at_work(_: Trainer) -> Generator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def save(self: Any, *args: Any) -> None:
+        seen.append(bool(inside))
+        original(self, *args)
+
+    original = module.Saver.save
+    monkeypatch.setattr(Trainer, "at_work", at_work)
+    monkeypatch.setattr(module.Saver, "save", save)
+    tune(tmp_path, save_every=3)
+    assert len(seen) > 2
+    assert all(seen)
+
+
+def test_recording_bears_saves_of_other_seeds(
+    tokenizer: Tokenizer,
+    features_of: Callable[[Task], Features],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They run in threads: a graph that forbids them to use the device breaks the run."""
+    modes = list[Any]()
+
+    class Graph:
+        def capture_begin(self, **settings: Any) -> None:
+            modes.append(settings.get("capture_error_mode"))
+
+        def capture_end(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    trainer = trainer_of(tokenizer, features_of(RULE), RULE, 2)
+    trainer.record(trainer.lengths[0])
+    assert modes == ["thread_local"]
 
 
 @pytest.fixture(scope="module")

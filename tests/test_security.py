@@ -44,8 +44,8 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from test_cli import MICRO, electra
 
-from electra import squad
-from electra.config import to_dict
+from electra import runtime, squad
+from electra.config import RunConfig, to_dict
 from electra.files import json_bytes, json_sha256, sha256_file, xxh3_file
 from electra.tokenizer import LineEncoder, Tokenizer
 
@@ -1310,3 +1310,17 @@ def test_every_dependency_has_a_lowest_version_and_none_comes_from_elsewhere() -
     # Below these, known holes: code run from Parquet types, from weights-only files, by overflow.
     for name, hole in (("pyarrow", "14.0.0"), ("torch", "2.5.1"), ("safetensors", "0.2.0")):
         assert not lowest[name].specifier.contains(hole), name
+
+
+def test_what_was_compiled_is_kept_apart_by_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's key of a compiled graph knows the names of our operators, not what they do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    places = list[str]()
+    for source in ("now", "then"):
+        monkeypatch.setattr(runtime, "source_hash", lambda source=source: source)
+        runtime.start(RunConfig(device="cpu", threads=1))
+        places.append(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
+    assert places == [f"{tmp_path}/electra/compiled/{name}" for name in ("now", "then")]
