@@ -997,6 +997,15 @@ def test_the_numbers_of_the_paper_map_are_those_of_the_records() -> None:
     numbers = set(re.findall(r"\d+\.\d ± \d+\.\d", page))
     assert len(numbers) > 12
     assert not {number for number in numbers if number not in shown}
+    of_table_5 = report([ROOT / "results" / "ablate" / "efficiency"])
+    assert len(re.findall(r"above `.*\| held \|$", of_table_5, re.M)) == 7
+    assert len(re.findall(r"above `.*\| not shown .*\|$", of_table_5, re.M)) == 2
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for text in (page, (said := re.findall(r"^\| the paper's studies .*", readme, re.M)[0])):
+        assert "seven of nine pairs" in text
+    quoted = re.findall(r"\d+\.\d ± \d+\.\d", said)
+    assert len(quoted) == 3
+    assert all(number in of_table_5 for number in quoted)
     # The same settings and seed in two studies.
     cells: dict[str, dict[str, dict[str, Any]]] = {}
     for file in records:
