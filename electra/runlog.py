@@ -8,6 +8,7 @@ will be trained again are cut off, so the file reads like that of an uninterrupt
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -193,6 +194,7 @@ def draw_curves(directory: Path) -> Path | None:
     for axis in axes:
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
-    path = directory / "curves.png"
-    figure.savefig(path, dpi=110)
+    path, picture = directory / "curves.png", io.BytesIO()
+    figure.savefig(picture, format="png", dpi=110)
+    write_atomic(path, picture.getvalue())
     return path

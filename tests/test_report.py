@@ -15,6 +15,7 @@ import pytest
 from electra.config import PretrainConfig, to_dict
 from electra.errors import CorruptError, ElectraError
 from electra.report import code, report
+from electra.runlog import draw_curves
 
 EVIL = "a`b\n| x | <script>alert(1)</script> [l](http://e) ![i](j) **b** \x1b[31m &amp; $\\frac"
 SCORES = (0.5, 0.62, 0.587)
@@ -330,3 +331,17 @@ def test_a_picture_of_any_name(name: str, tmp_path: Path) -> None:
     pretraining(tmp_path / name)
     report([tmp_path / "run", tmp_path / name], tmp_path / "out")
     assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["curves.png", "report.png", "report.html", "report.csv"])
+def test_who_reads_an_old_picture_keeps_it_whole(name: str, tmp_path: Path) -> None:
+    """A file that is replaced, not written over, stays under its second name as it was."""
+    run = pretraining(tmp_path / "run")
+    before = run / name
+    before.write_bytes(b"the old one")
+    (tmp_path / "second").hardlink_to(before)
+    draw_curves(run)
+    report([run], run)
+    assert len(before.read_bytes()) > len(b"the old one")
+    assert (tmp_path / "second").read_bytes() == b"the old one"
+    assert not list(run.glob(".*.tmp"))
