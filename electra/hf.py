@@ -64,6 +64,7 @@ from .objectives import (
     ReplaceMLM,
     SpecialIds,
     build_objective,
+    objective_class,
 )
 from .report import code
 from .tasks import Task
@@ -882,20 +883,22 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
     """
     if config.objective.kind in ("mlm", "replace_mlm") or config.generator.frozen:
         pretrained.network("generator")  # nothing else learns, or this never will: it must be there
-    # The special ids are of no weight here: nothing is masked.
-    objective = build_objective(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
-    notes: list[str] = []
-    for fresh in networks_of(objective):
-        network: Network | None = getattr(pretrained, fresh.kind)
+    special, notes = SpecialIds(0, 1, 2, 3, 4), list[str]()  # of no weight: nothing is masked
+    with torch.device("meta"):  # what does not fit is said before anything is drawn
+        asked_for = _pairs(objective_class(config)(config, vocab_size, special))
+    for kind, pair in asked_for.items():
+        network: Network | None = getattr(pretrained, kind)
         if network is None:
-            notes.append(f"{pretrained.path} holds no {fresh.kind}: it starts from new weights")
+            notes.append(f"{pretrained.path} holds no {kind}: it starts from new weights")
             continue
+        fresh = Network(kind, pair.encoder.config, vocab_size, pair.state_dict())
         facts, asked = _facts(network), _facts(fresh)
         wrong = [f"{k} is {facts[k]}, not {asked[k]}" for k in asked if facts[k] != asked[k]]
         if wrong:
-            what = f"The {fresh.kind} does not fit the settings: {', '.join(wrong)}."
+            what = f"The {kind} does not fit the settings: {', '.join(wrong)}."
             fix = "use the model's own tokenizer, and leave out its sizes: they are taken from it"
             raise ElectraError(what, where=str(pretrained.path), fix=fix)
+    objective = build_objective(config, vocab_size, special)
     pairs, d, g = _pairs(objective), pretrained.discriminator, pretrained.generator
     if g is not None and "generator" in pairs:
         pairs["generator"].load_state_dict(g.tensors)
