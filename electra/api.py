@@ -32,7 +32,7 @@ from .files import shipped_model
 from .glue import answer_questions, answer_texts, finetune_task
 from .pretrain import pretrain
 from .recipes import Profile, recipe
-from .report import Section, code, long_form, read_sections, report, table
+from .report import Section, code, long_form, read_sections, report_sections, table
 from .report_html import fragment, to_html
 from .squad import Question
 from .tokenizer import Tokenizer, train_tokenizer
@@ -131,9 +131,8 @@ def load_finetuned(path: Place) -> Finetuned:
 
 def compare(*runs: Place, out: Place | None = None) -> Report:
     """Runs of any sort side by side; in a notebook with their curves. `out`: also as files."""
-    paths = [Path(run) for run in runs]
-    text = report(paths, Path(out) if out is not None else None)
-    return Report(text, read_sections(paths))
+    sections = read_sections([Path(run) for run in runs])
+    return Report(report_sections(sections, Path(out) if out is not None else None), sections)
 
 
 class Report(NamedTuple):

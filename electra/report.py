@@ -78,7 +78,11 @@ class Section(NamedTuple):
 
 def report(runs: Sequence[Path], out: Path | None = None) -> str:
     """Markdown tables of the runs; with `out` also report.md, .csv, .png and .html there."""
-    sections = read_sections(runs)
+    return report_sections(read_sections(runs), out)
+
+
+def report_sections(sections: Sequence[Section], out: Path | None = None) -> str:
+    """The same of what was read already."""
     text = "\n".join(line for section in sections for line in section.lines)
     if out is not None:
         from .report_html import page

@@ -20,7 +20,7 @@ import torch
 from conftest import SEQUENCE_LENGTH, language
 
 import electra
-from electra import hf
+from electra import hf, report
 from electra.corpus import Corpus
 from electra.demo_text import find_text
 from electra.detect import Alternative, Detection, Token, Word, detect
@@ -272,6 +272,22 @@ def test_a_comparison_shows_tables_and_curves(made: Made, tmp_path: Path) -> Non
     assert "Pre-training" in str(shown) == repr(shown)
     electra.compare(made.here / "tuned", out=tmp_path / "out")
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_a_comparison_reads_each_run_once(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, seen = report.read_metrics, list[Path]()
+
+    def look(path: Path) -> list[dict[str, Any]]:
+        seen.append(path)
+        return read(path)
+
+    monkeypatch.setattr(report, "read_metrics", look)
+    runs = [made.here / "run", made.here / "tuned"]
+    shown = electra.compare(*runs, out=tmp_path)
+    assert seen == runs
+    assert (tmp_path / "report.md").read_text() == f"# Report\n\n{shown}"
 
 
 # ---------------------------------------------------------------------- notebooks and the page
