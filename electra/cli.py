@@ -502,7 +502,8 @@ class DetectCommand(Command):
     """An export, a transformers ELECTRA discriminator, or a run; default: models/small-en of the
     checkout."""
     alternatives: int = 3
-    """How many of the generator's alternatives are shown for a suspicious token."""
+    """How many of the generator's alternatives, of those it gives 1 % or more, are shown for a
+    suspicious token."""
 
     def run(self) -> None:
         from rich.console import Console

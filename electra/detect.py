@@ -27,6 +27,7 @@ from .hf import Network, Pretrained, build_discriminator, build_generator, load_
 from .tokenizer import Tokenizer
 
 _SUSPICIOUS = 0.5  # P(replaced) from which alternatives are asked for
+LIKELY = 0.01  # the generator's probability from which an alternative is worth naming
 _SHOWN = 0.05  # P(replaced) below which a token stays without colour
 _ROWS = 16  # masked copies of the text that go through the generator at once
 
@@ -111,12 +112,23 @@ class Row:
         """What is said of its own tokens in (T − 2,) numbers of all that it reads."""
         return replaced[self.own.start - self.first : self.own.stop - self.first]
 
+    def places(self, at: Tensor) -> Tensor:
+        """Where in x those of the text's tokens `at` stand that are its own."""
+        return at[(at >= self.own.start) & (at < self.own.stop)] - self.first + 1
+
+    def filled(self, ids: Tensor) -> Tensor:
+        """x (1, T) where the tokens of the text are `ids`, (N,)."""
+        x = self.x.clone()
+        x[0, 1:-1] = ids[self.first : self.first + x.shape[1] - 2]
+        return x
+
 
 def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Detection:
     """P(replaced) of every token of `text`, by a model or the one in a directory.
 
-    The generator's `alternatives` most likely tokens are added where P(replaced) is above 0.5, and
-    at the most suspicious place in any case, if the model comes with its generator.
+    The generator's `alternatives` most likely tokens, of those that it gives 1 % or more, are added
+    where P(replaced) is above 0.5, and at the most suspicious place in any case, if the model comes
+    with its generator.
     """
     if not isinstance(model, Pretrained):
         model = load_pretrained(with_generator(model))
@@ -141,15 +153,15 @@ def verdict(
         at = (replaced > _SUSPICIOUS).index_fill(0, replaced.argmax(), True).nonzero().squeeze(1)
         tokenizer = model.needed_tokenizer()
         for row in rows:
-            own = at[(at >= row.own.start) & (at < row.own.stop)] - row.first + 1
-            for positions, g in hidden_in_turn(model, row.x, own):
-                g = g.softmax(-1)[:, : tokenizer.vocab_size]  # (S, V)
+            for positions, g in hidden_in_turn(model, row.x, row.places(at)):
+                g = g[:, : tokenizer.vocab_size].softmax(-1)  # (S, V)
                 p, best = g.topk(min(alternatives, tokenizer.vocab_size))  # (S, k)
                 found = zip(positions.tolist(), best.tolist(), p.tolist(), strict=True)
                 for position, ids, shares in found:
-                    named = tuple(map(Alternative, tokenizer.decode_tokens(ids), shares))
+                    named = map(Alternative, tokenizer.decode_tokens(ids), shares)
+                    likely = tuple(one for one in named if one.probability >= LIKELY)
                     i = position - 1 + row.first
-                    tokens[i] = replace(tokens[i], alternatives=named)
+                    tokens[i] = replace(tokens[i], alternatives=likely)
     return Detection(text, _words(tokens, encoding.word_ids))
 
 
@@ -168,18 +180,6 @@ def cut(model: Pretrained, text: str) -> tuple[Encoding, list[Row]]:
         for first, own in zip(firsts, pairwise(borders), strict=True)
     ]
     return encoding, rows
-
-
-def encode(model: Pretrained, text: str) -> tuple[Encoding, Tensor]:
-    """The tokens of a text, and x (1, T) with [CLS] and [SEP]; not of one too long or empty."""
-    encoding = _tokens(model, text)
-    x = _framed(encoding.ids, model.needed_tokenizer())
-    longest = model.network("discriminator").config.max_positions
-    if x.shape[1] > longest:
-        what = f"The text has {x.shape[1]:,} tokens with [CLS] and [SEP], the model reads at most "
-        fix = "give a shorter text, or one part after the other"
-        raise ElectraError(f"{what}{longest:,}.", where="text", fix=fix)
-    return encoding, x
 
 
 def _tokens(model: Pretrained, text: str) -> Encoding:

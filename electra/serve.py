@@ -254,7 +254,7 @@ def _detection(
         "replaced": _schema("number", "probability that it was replaced"),
         "alternatives": _schema("array", what, items=other),
     }
-    what = "how many the generator gives for a suspicious token"
+    what = "how many the generator gives for a suspicious token, of those with 1 % or more"
     count = _schema("integer", what, minimum=0, maximum=10, default=3)
     return Endpoint(
         f"How likely each token of a text was replaced; texts of more than {model.row_length} "

@@ -34,7 +34,7 @@ from torch import Tensor
 from . import __version__, hf, tasks, web
 from .config import ObjectiveConfig, PretrainConfig, flat, from_dict, to_dict
 from .corruption import choose_positions, num_masked, sample
-from .detect import encode, hidden_in_turn, probabilities, with_generator
+from .detect import LIKELY, cut, hidden_in_turn, probabilities, with_generator
 from .encoder import Block
 from .errors import EXIT_STOPPED, ElectraError
 from .features import encode_texts
@@ -345,16 +345,17 @@ def corrupt(
     generator has to put, by place. Every place has its own draw, whatever else is masked.
     """
     network, tokenizer = model.network("discriminator"), model.needed_tokenizer()
-    encoding, x = encode(model, text)
-    count, vocab_size = len(encoding.ids), tokenizer.vocab_size
+    encoding, rows = cut(model, text)
+    x = torch.tensor(encoding.ids)  # (N,)
+    count, vocab_size = len(x), tokenizer.vocab_size
     rng = StepRng(seed, torch.tensor(0), torch.tensor([0]))
     pieces = _pieces(encoding, text)
     if model.generator is None:  # which would fill in what is masked
         masked = []
     if masked is None:
-        inside = torch.ones_like(x, dtype=torch.bool)
+        inside = torch.ones(1, count + 2, dtype=torch.bool)
         inside[0, [0, -1]] = False
-        length, settings = torch.tensor([x.shape[1]]), ObjectiveConfig()
+        length, settings = torch.tensor([count + 2]), ObjectiveConfig()
         slots = int(num_masked(length, count, settings))
         at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
     else:
@@ -362,8 +363,12 @@ def corrupt(
     x_corrupt = x.clone()
     if len(at):
         encoder, head = hf.build_generator(model.network("generator"))
-        x_masked = x.index_fill(1, at + 1, tokenizer.mask_id)
-        h = encoder(x_masked, torch.zeros_like(x), None, None)[0, at + 1]  # (M, D)
+        x_masked, states = x.index_fill(0, at, tokenizer.mask_id), list[Tensor]()
+        for row, places in ((row, row.places(at)) for row in rows):
+            if len(places):
+                seen = row.filled(x_masked)  # (1, T)
+                states.append(encoder(seen, torch.zeros_like(seen), None, None)[0, places])
+        h = torch.cat(states)  # (M, D)
         g = head(h, encoder.embeddings.word.weight)[:, :vocab_size].float()  # (M, V)
         drawn = sample(g, rng.uniform(Purpose.SAMPLE, count)[0, at])
         p, best = g.softmax(-1), g.topk(min(_ALTERNATIVES, vocab_size)).indices
@@ -371,8 +376,9 @@ def corrupt(
             put = forced.get(place, int(drawn[k]))
             if not 0 <= put < vocab_size:
                 raise Refused(422, "There is no such token.", where="forced")
-            x_corrupt[0, place + 1] = put
-            ids = list(dict.fromkeys([*best[k].tolist(), int(drawn[k]), put, encoding.ids[place]]))
+            x_corrupt[place] = put
+            likely = [i for i in best[k].tolist() if p[k, i] >= LIKELY]
+            ids = list(dict.fromkeys([*likely, int(drawn[k]), put, encoding.ids[place]]))
             named = zip(ids, tokenizer.decode_tokens(ids), p[k, ids].tolist(), strict=True)
             pieces[place] |= {
                 "masked": True,
@@ -381,9 +387,11 @@ def corrupt(
                 "own": encoding.ids[place],
                 "alternatives": [{"id": i, "token": name, "p": share} for i, name, share in named],
             }
-    before, after = probabilities(network, x), probabilities(network, x_corrupt)
-    changed = (x_corrupt != x)[0, 1:-1].tolist()
-    now = tokenizer.decode_tokens(x_corrupt[0, 1:-1].tolist())
+    before, after = (
+        torch.cat([row.of(probabilities(network, row.filled(ids))) for row in rows])
+        for ids in (x, x_corrupt)
+    )
+    changed, now = (x_corrupt != x).tolist(), tokenizer.decode_tokens(x_corrupt.tolist())
     for i, piece in enumerate(pieces):
         piece |= {"replaced": changed[i], "before": float(before[i]), "p": float(after[i])}
         piece["shown"] = now[i] if changed[i] else piece["text"]
@@ -398,10 +406,11 @@ def explore(model: hf.Pretrained, text: str) -> Json:
     which share of it goes to the token before, itself, the one after, the two ends and the rest.
     """
     network, tokenizer = model.network("discriminator"), model.needed_tokenizer()
-    encoding, x = encode(model, text)
-    if x.shape[1] - 2 > _EXPLORED:
-        what = f"The text has {x.shape[1] - 2} tokens, {_EXPLORED} can be explored at once."
+    encoding, rows = cut(model, text)
+    if len(encoding.ids) > (most := min(_EXPLORED, len(rows[0].x[0]) - 2)):
+        what = f"The text has {len(encoding.ids)} tokens, {most} can be explored at once."
         raise Refused(413, what, where="text", fix="give a shorter text")
+    x = rows[0].x  # attention goes no further than a row
     pieces = _pieces(encoding, text)
     for piece, p in zip(pieces, probabilities(network, x).tolist(), strict=True):
         piece["p"] = p

@@ -592,9 +592,7 @@ def test_settings_that_do_not_fit(key: str, value: Any, what: str, exported: Pat
         hf.initial_state(hf.load_pretrained(exported), config, 40)
 
 
-def test_another_vocabulary_does_not_fit(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_vocabulary_does_not_fit(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is said before a network is drawn, which takes long for a large one."""
     monkeypatch.setattr(hf, "build_objective", None)
     with pytest.raises(ElectraError, match="vocab_size is 40, not 43"):
