@@ -48,7 +48,7 @@ WATTS = {  # as the makers rate them, by the name that torch gives
     "NVIDIA GeForce RTX 4090": 450,
     "NVIDIA GeForce RTX 3090": 350,
 }
-_TAGS = {  # what the Hub calls it
+_TAGS = {  # what the Hub calls it, which need not be a pipeline of transformers
     "discriminator": "feature-extraction",
     "encoder": "feature-extraction",
     "generator": "fill-mask",
@@ -64,6 +64,10 @@ _USES = {
     "generator": "It fills masked words, and is what the discriminator was trained against; for "
     "other tasks the discriminator, if there is one, is the network to take.",
 }
+_QUESTIONS = (
+    "`tuned.predict([(question, passage)])` answers with a span of the passage. Since 5.3 "
+    "transformers has no pipeline for that, whatever the Hub offers; its class gives scores alone."
+)
 _LIMITS = (
     "It knows the text it was trained on, with its errors and prejudices, and nobody tested what "
     "they do: test that before it decides about people."
@@ -218,6 +222,8 @@ def of_finetuning(
         lines.append(f"Labels: {', '.join(map(code, task.labels))}.")
     if not has_class:
         lines.append("transformers has no class for its head, which is in head.safetensors.")
+    if task.kind == "qa":
+        lines.append(_QUESTIONS)
     if "model" in results:
         lines.append(f"Started from {_name(results['model'])}.")
     seconds = sum(s.get("seconds", 0) / s.get("seeds_at_once", 1) for s in _seeds(results))

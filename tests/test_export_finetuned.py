@@ -267,6 +267,20 @@ def test_a_pipeline_names_the_labels(exported: Path) -> None:
     assert pipeline("one old bird sees .")[0]["label"] in LABELS
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression", "tagging", "qa"])
+def test_a_card_says_what_no_pipeline_does(
+    kind: Kind, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Its tag is a name of the Hub's, which offers pipelines that transformers no longer has."""
+    export(tmp_path / "out", task_of(kind), "hf", tokenizer)
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    tag = re.search('^pipeline_tag: "(.*)"$', card, re.M)
+    assert tag is not None
+    offered = transformers.pipelines.get_supported_tasks()
+    assert ("transformers has no pipeline" in card) == (tag[1] not in offered)
+    assert ("tuned.predict([(question, passage)])" in card) == (kind == "qa")
+
+
 def test_the_card(exported: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     card = (exported / "README.md").read_text("utf-8")
     score = "57.3 (mean 56.1 ± 1.2, best 60.0, 5 seeds, 1 failed)"

@@ -26,6 +26,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from electra import card, hf, serve
+from electra.api import load_finetuned
 from electra.config import EncoderConfig, GeneratorConfig, PretrainConfig
 from electra.detect import cut, detect
 from electra.embed import embed
@@ -215,6 +216,8 @@ def test_answers_are_those_of_the_commands(models: dict[str, Path], tmp_path: Pa
     given = predict_rows(models["answer"], str(tmp_path / "questions.json"))[0]
     assert_close({"id": "0", **found}, given)
     assert found["prediction"] in text * 9
+    [said] = load_finetuned(models["answer"]).predict([(question["question"], question["context"])])
+    assert_close({"id": "0", **said}, {**given, **question})
     for name in ("detect", "tag"):
         answers = ask(server_of(models[name]), *(("/embed", {"text": t}) for t in (text, " ")))
         vectors = embed(models[name], [text, " "])
