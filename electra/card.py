@@ -26,7 +26,7 @@ from .config import LICENSE, EncoderConfig, PretrainConfig, flat, from_dict, to_
 from .errors import ElectraError
 from .files import read_json
 from .flops import matmul_flops_per_token, paper_flops
-from .report import Panel, code, long_form, table
+from .report import Panel, code, confusion_table, long_form, table
 from .tasks import Task
 
 PICTURE = "curves.png"
@@ -245,6 +245,8 @@ def results_text(task: Task, results: dict[str, Any]) -> str:
     text = [f"{code(task.metric)} × 100, median of the seeds: {summary}."]
     if rows := [[str(int(s["seed"])), _scores(s)] for s in _seeds(results)]:
         text.append("\n".join(table(["seed", "scores × 100"], rows)))
+    if lines := confusion_table(results):
+        text.append("\n".join(lines))
     return "\n\n".join(text)
 
 

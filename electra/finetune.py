@@ -3,7 +3,8 @@
     RUN/finetune.json    settings, task, what it started from, machine
     RUN/metrics.jsonl    losses and scores, seed by seed
     RUN/seed-N/          result.json, predictions.safetensors, weights if they are kept
-    RUN/results.json     scores of all seeds, their median, mean, best and spread, the ensemble
+    RUN/results.json     scores of all seeds, their median, mean, best and spread, the ensemble;
+                         of a user's classes also how many rows of which got which answer
     RUN/model/           the best seed in the layout of transformers, with a card
     RUN/test/            answers to the test set, as the task's server wants them
 
@@ -153,6 +154,10 @@ class TextData:
         if not (labels := self.examples[split].labels):
             return {}
         return metrics.score(self.task, self.answers(predictions, self.splits[split]), labels)
+
+    def confusion(self, split: str, predictions: Predictions) -> dict[str, dict[str, int]]:
+        answers = self.answers(predictions, self.splits[split])
+        return metrics.confusion(self.task, answers, self.examples[split].labels)
 
     def failed(self, split: str, predictions: Predictions) -> bool:
         answers, labels = self.answers(predictions, self.splits[split]), self.examples[split].labels
@@ -557,6 +562,9 @@ class _Run:
             "summary": metrics.summary(scores, [bool(r["failed"]) for r in results]),
             "ensemble": ensemble or None,
         }
+        if isinstance(data, TextData) and metrics.is_own(data.task):  # of the model that is kept
+            tables = {split: data.confusion(split, mine[split]) for split in best["scores"]}
+            record["confusion"] = tables
         model = self.out / "model"
         if read_json(self.out / "results.json") != record or not model.exists():
             self._export(self.place(best["seed"]) / "weights.safetensors", model, record)

@@ -7,6 +7,7 @@ failed runs are counted, never left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .tasks import Task
+from .tasks import GLUE, Task
 
 Numbers = Sequence[int] | Sequence[float] | NDArray[Any]
 
@@ -29,6 +30,14 @@ def f1(predicted: Numbers, gold: Numbers) -> float:
     p, y = _pair(predicted, gold)
     hits = int(((p == 1) & (y == 1)).sum())
     return _harmonic(hits, int((p == 1).sum()), int((y == 1).sum()))
+
+
+def macro_f1(predicted: Numbers, gold: Numbers) -> float:
+    """The mean F1 of the classes that are predicted or there, each of which counts the same."""
+    p, y = _pair(predicted, gold)
+    classes = np.unique(np.concatenate([p, y]))
+    sizes = [[int(part.sum()) for part in ((p == c) & (y == c), p == c, y == c)] for c in classes]
+    return float(np.mean([_harmonic(*of_class) for of_class in sizes]))
 
 
 def matthews(predicted: Numbers, gold: Numbers) -> float:
@@ -129,6 +138,8 @@ def score(task: Task, predictions: Sequence[Any], labels: Sequence[Any]) -> dict
         found = {"accuracy": accuracy(predictions, labels)}
         if len(task.labels) == 2:
             found["f1"] = f1(predictions, labels)
+        if is_own(task):
+            found["macro_f1"] = macro_f1(predictions, labels)
         return found | {"matthews": matthews(predictions, labels)}
     if any(len(p) != len(y) for p, y in zip(predictions, labels, strict=True)):
         raise ValueError("a sentence has not as many tags as words")
@@ -139,6 +150,21 @@ def score(task: Task, predictions: Sequence[Any], labels: Sequence[Any]) -> dict
         ]
         found |= span_scores(*named)
     return found
+
+
+def is_own(task: Task) -> bool:
+    """Whether it is a user's table of classes, of which more is told than of GLUE's."""
+    return task.kind == "classification" and task != GLUE.get(task.name)
+
+
+def confusion(
+    task: Task, predictions: Sequence[int], labels: Sequence[int]
+) -> dict[str, dict[str, int]]:
+    """How many rows of a class got which answer, by their names; pairs that occur."""
+    table: dict[str, dict[str, int]] = {}
+    for (label, answer), rows in Counter(zip(labels, predictions, strict=True)).items():
+        table.setdefault(task.labels[label], {})[task.labels[answer]] = rows
+    return table
 
 
 def is_degenerate(task: Task, predictions: Sequence[Any], labels: Sequence[Any]) -> bool:

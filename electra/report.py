@@ -32,6 +32,7 @@ from .runlog import read_metrics
 
 _NONE = "–"
 _FIX = "restore the file from a backup, or leave this run out"
+_SQUARE = 12  # classes up to which a whole table of answers is shown; pairs of more
 _FORMULA = re.compile(r"\s*[=+\-@]|[\t\r\n]")
 _SUMMARY = ("median", "mean", "std", "best", "seeds", "failed")
 HELD_OUT = {  # held-out numbers of a pre-training run
@@ -91,6 +92,7 @@ def report_sections(sections: Sequence[Section], out: Path | None = None) -> str
             out.mkdir(parents=True, exist_ok=True)
         found = [run for section in sections for run in section.runs]
         columns = _COLUMNS + (_STUDY_COLUMNS if any(r["kind"] == "ablate" for r in found) else ())
+        columns += ("macro_f1",) * any("macro_f1" in run for run in found)
         panels = [panel for section in sections for panel in section.panels]
         write_atomic(out / "report.md", f"# Report\n\n{text}".encode())
         write_atomic(out / "report.csv", _csv(found, columns))
@@ -220,6 +222,10 @@ def read_results(path: Path, title: str, row: str | None) -> _Run:
             run["ensemble"] = _number(dict(ensemble).get(metric))
             scores = [_number(seed["score"]) for seed in read["seeds"] if not seed["failed"]]
             run["scores"] = [score for score in scores if score is not None]
+            reported = [next(iter(dict(s.get("scores", {})).values()), {}) for s in read["seeds"]]
+            if macro := [_needed(s["macro_f1"]) for s in reported if "macro_f1" in s]:
+                run["macro_f1"] = float(np.median(macro))
+            run["confusion"] = confusion_table(read)
             for key, what in (("failed", "learned nothing"), ("bad_steps", "had steps left out")):
                 found_bad = [str(int(seed["seed"])) for seed in read["seeds"] if seed.get(key)]
                 told += [f"seed {', '.join(found_bad)} {what}"] * bool(found_bad)
@@ -293,6 +299,24 @@ def long_form(summary: dict[str, Any]) -> str:
     return f"{median} (mean {mean} ± {std}, best {best}, {seeds} seeds, {failed} failed)"
 
 
+def confusion_table(record: dict[str, Any]) -> list[str]:
+    """Labels against answers where the run reports; of many classes the pairs confused most."""
+    if not (tables := dict(record.get("confusion") or {})):
+        return []
+    split, counts = next(iter(tables.items()))
+    labels = [str(label) for label in record["task"]["labels"]]
+    said = f"Rows of {code(split)} by their label, and by the answer of the best seed"
+    if len(labels) <= _SQUARE:
+        cells = [[str(int(counts.get(y, {}).get(p, 0))) for p in labels] for y in labels]
+        rows = [[code(y), *row] for y, row in zip(labels, cells, strict=True)]
+        return [f"{said}:", "", *table(["label", *map(code, labels)], rows)]
+    wrong = [(-int(n), y, p) for y, row in counts.items() for p, n in row.items() if p != y]
+    if not wrong:
+        return []
+    rows = [[code(y), code(p), str(-n)] for n, y, p in sorted(wrong)[:_SQUARE]]
+    return [f"{said}, where it errs most often:", "", *table(["label", "answer", "rows"], rows)]
+
+
 def _percent(value: float | None) -> str:
     return _NONE if value is None else f"{100 * value:.1f}"
 
@@ -336,7 +360,11 @@ def _finetuning_tables(runs: list[_Run]) -> list[str]:
     lines += table(["run", *map(code, columns), "mean over tasks"], short)
     lines += ["", "† not finished"] * any(run["state"] != "finished" for run in runs)
     head = ["run", "task", "metric", "starts from", "state", "median (mean ± std, best)"]
-    return [*lines, "", "### All numbers × 100", "", *table([*head, "ensemble"], long), ""]
+    lines += ["", "### All numbers × 100", "", *table([*head, "ensemble"], long), ""]
+    for run in (run for run in runs if "macro_f1" in run):
+        score = f", macro-F1 × 100 {_percent(run['macro_f1'])} (median of the seeds)"
+        lines += [f"### {code(run['run'])}{score}", "", *run["confusion"], ""]
+    return lines
 
 
 class Spread(NamedTuple):

@@ -385,6 +385,10 @@ def test_a_folder_for_every_task(whole: Path) -> None:
     for name in TASKS:
         results = json.loads((whole / name / "results.json").read_bytes())
         assert results["task"]["name"] == name
+        assert "confusion" not in results
+        assert not any(
+            "macro_f1" in s for seed in results["seeds"] for s in seed["scores"].values()
+        )
     assert list(results["seeds"][0]["scores"]) == ["dev"]
     mnli = json.loads((whole / "mnli" / "results.json").read_bytes())
     assert list(mnli["seeds"][0]["scores"]) == ["dev", "dev_mismatched"]

@@ -193,6 +193,22 @@ def test_an_export_opens_as_the_run_does(made: Made, tmp_path: Path) -> None:
     assert "discriminator of 2 × 20" in repr(electra.load(tmp_path / "model"))
 
 
+def test_own_classes_are_told_apart(made: Made) -> None:
+    results, labels = made.tuned.results, ("many", "one")
+    best = max(results["seeds"], key=lambda seed: seed["score"])
+    counts = results["confusion"]["dev"]
+    cells = [[counts.get(y, {}).get(p, 0) for p in labels] for y in labels]
+    (a, b), (c, d) = cells
+    assert best["scores"]["dev"]["accuracy"] == pytest.approx((a + d) / (a + b + c + d))
+    halves = [2 * hits / (2 * hits + b + c) if hits + b + c else 1.0 for hits in (a, d)]
+    assert best["scores"]["dev"]["macro_f1"] == pytest.approx(sum(halves) / 2)
+    card = (made.here / "tuned" / "model" / "README.md").read_text()
+    shown = str(electra.compare(made.here / "tuned"))
+    for text in (card, shown):
+        assert f"| `many` | {a} | {b} |\n| `one` | {c} | {d} |" in text
+    assert "macro-F1 × 100" in shown
+
+
 def test_answers_are_those_of_the_command(made: Made) -> None:
     results = json.loads((made.here / "tuned" / "results.json").read_bytes())
     assert made.tuned.results == results
@@ -260,7 +276,7 @@ def test_answers_and_scores_as_html(made: Made) -> None:
     assert "<script" not in html
     html = made.tuned._repr_html_()
     assert "accuracy" in html
-    assert html.count("<tr>") == 3  # the head and two seeds
+    assert html.count("<tr>") == 6  # two seeds, two classes, and a head of each
     assert "2 seeds" in repr(made.tuned)
 
 

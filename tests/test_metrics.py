@@ -14,8 +14,10 @@ from sklearn import metrics as sk
 
 from electra.metrics import (
     accuracy,
+    confusion,
     f1,
     is_degenerate,
+    macro_f1,
     matthews,
     pearson,
     score,
@@ -50,6 +52,30 @@ def test_matthews_agrees_with_scikit_learn(rows: list[tuple[int, int]]) -> None:
     p, y = zip(*rows, strict=True)
     constant = len(set(p)) == 1 or len(set(y)) == 1
     assert matthews(p, y) == pytest.approx(0 if constant else sk.matthews_corrcoef(y, p))
+
+
+@settings(deadline=None)
+@given(pairs(st.integers(0, 4)))
+def test_macro_f1_and_confusion_agree_with_scikit_learn(rows: list[tuple[int, int]]) -> None:
+    p, y = zip(*rows, strict=True)
+    assert macro_f1(p, y) == pytest.approx(sk.f1_score(y, p, average="macro", zero_division=0))
+    one_by_one = list[float]()
+    for c in {*p, *y}:
+        hits = sum(a == b == c for a, b in rows)
+        wrong = sum((a == c) != (b == c) for a, b in rows)
+        one_by_one.append(2 * hits / (2 * hits + wrong))
+    assert macro_f1(p, y) == pytest.approx(sum(one_by_one) / len(one_by_one))
+    names = tuple("abcde")
+    found = confusion(Task(name="t", kind="classification", metric="f1", labels=names), p, y)
+    table = [[found.get(label, {}).get(answer, 0) for answer in names] for label in names]
+    assert table == sk.confusion_matrix(y, p, labels=range(5)).tolist()
+    assert all(n for row in found.values() for n in row.values())
+
+
+def test_more_is_told_of_own_tables_than_of_glue() -> None:
+    own = Task(name="cola", kind="classification", metric="accuracy", labels=("no", "yes"))
+    mine, theirs = (score(task, [0, 1, 1], [0, 1, 0]) for task in (own, GLUE["cola"]))
+    assert mine.keys() - theirs.keys() == {"macro_f1"}
 
 
 def test_class_one_is_the_positive_one() -> None:

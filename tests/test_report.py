@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from electra.card import results_text
 from electra.config import PretrainConfig, to_dict
 from electra.errors import CorruptError, ElectraError
 from electra.report import code, report
 from electra.runlog import draw_curves
+from electra.tasks import Task
 
 EVIL = "a`b\n| x | <script>alert(1)</script> [l](http://e) ![i](j) **b** \x1b[31m &amp; $\\frac"
 SCORES = (0.5, 0.62, 0.587)
@@ -105,6 +107,39 @@ def test_one_fine_tuning_run(tmp_path: Path) -> None:
     assert (line["seeds"], line["failed"], line["ensemble"]) == ("3", "1", "0.654")
     assert (out / "report.md").read_text() == f"# Report\n\n{text}"
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def own_classes(labels: int) -> dict[str, Any]:
+    """Results on a user's own table: of its first class half is taken for the second."""
+    counts = {"c0": {"c0": 7, "c1": 6}, "c1": {"c1": 5}}
+    made = results("mine", metric="accuracy", confusion={"dev": counts})
+    made["task"]["labels"] = [f"c{i}" for i in range(labels)]
+    for seed, macro in zip(made["seeds"], (0.2, 0.9, 0.4), strict=True):
+        seed["scores"]["dev"]["macro_f1"] = macro
+    return made
+
+
+def test_the_confusion_of_own_classes(tmp_path: Path) -> None:
+    few, many = write(tmp_path / "few", own_classes(3)), write(tmp_path / "many", own_classes(13))
+    glue = write(tmp_path / "glue", results())
+    text = report([few, many, glue], tmp_path / "out")
+    title = "### `few`, macro-F1 × 100 40.0 (median of the seeds)\n\nRows of `dev`"
+    table = [["`c0`", "7", "6", "0"], ["`c1`", "0", "5", "0"], ["`c2`", "0", "0", "0"]]
+    assert rows(text, title)[1:] == table
+    assert rows(text, title.replace("few", "many"))[1:] == [["`c0`", "`c1`", "6"]]
+    assert "`glue`, macro" not in text
+    perfect = own_classes(13) | {"confusion": {"dev": {"c0": {"c0": 7}}}}
+    assert report([write(tmp_path / "p", perfect)]).endswith("(median of the seeds)\n\n")
+    assert [line["macro_f1"] for line in in_csv(tmp_path / "out")] == ["0.4", "0.4", ""]
+    report([glue], tmp_path / "out")
+    assert "macro_f1" not in in_csv(tmp_path / "out")[0]
+    task = Task(name="mine", kind="classification", metric="accuracy")
+    assert "| `c0` | 7 | 6 | 0 |" in results_text(task, own_classes(3))
+
+
+@pytest.mark.parametrize("wrong", [3, {"dev": {"c0": 3}}, {"dev": {"c0": {"c0": "many"}}}])
+def test_a_confusion_of_another_form(wrong: Any, tmp_path: Path) -> None:
+    refused(write(tmp_path / "run", own_classes(3) | {"confusion": wrong}))
 
 
 def test_a_benchmark_is_one_row(tmp_path: Path) -> None:
