@@ -21,6 +21,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -435,7 +436,10 @@ def predict(
             end += 1
         needed = max(shortest, -(-int(lengths[end - 1]) // step) * step)
         rows = torch.from_numpy(order[begin:end]).to(device)
-        with torch.compiler.set_stance("force_eager"):
+        # Importing the compiler takes seconds, and where nobody has, nothing is compiled.
+        is_loaded = "torch._dynamo" in sys.modules
+        stance = torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext()
+        with stance:
             said = model.predict(data.batch(rows, min(needed, widest)))
         for name, scores in said.items():
             scores = scores.float() if scores.is_floating_point() else scores

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,14 @@ def test_what_transformers_is_told(exported: Path, tokenizer: Tokenizer, tmp_pat
 def test_a_pipeline_names_the_labels(exported: Path) -> None:
     pipeline = transformers.pipeline("text-classification", model=str(exported))
     assert pipeline("one old bird sees .")[0]["label"] in LABELS
+
+
+def test_an_answer_does_not_load_the_compiler(exported: Path) -> None:
+    """Which takes as long as importing torch does."""
+    code = "import sys, electra; electra.load_finetuned(sys.argv[1]).predict('one old bird'); "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, exported], capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression", "tagging", "qa"])
