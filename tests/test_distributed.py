@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from test_pretrain import assert_same_run
 from torch import Tensor
 
 from electra import ablate, exchange
@@ -401,12 +402,13 @@ from pathlib import Path
 import torch
 from electra import cli
 from electra.pretrain import Trainer
-work, way, which, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+work, way, losses = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")  # rank:step, once each
 rank, step = int(os.environ["RANK"]), Trainer.step
 (work / f"pid-{rank}").write_text(str(os.getpid()))
 def lost(self):
-    if rank == which and int(self.counter) == at and not (work / "lost").exists():
-        (work / "lost").touch()
+    here = f"{rank}:{int(self.counter)}"
+    if here in losses and not (work / f"lost-{here}").exists():
+        (work / f"lost-{here}").touch()
         if way == "no memory":
             raise torch.OutOfMemoryError("CUDA out of memory.")
         if way != "raising":
@@ -414,7 +416,7 @@ def lost(self):
         raise ValueError("of all things")
     step(self)
 Trainer.step = lost
-sys.argv = ["electra", *sys.argv[5:]]
+sys.argv = ["electra", *sys.argv[4:]]
 cli.main()
 """
 
@@ -429,7 +431,7 @@ def lose_one(
     (work / "pair.json").write_bytes(json_bytes(to_dict(config)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", "2", "--log-dir", str(work / "logs"), "--redirects", "3"]
-    arguments = [work / "lost.py", work, way, rank, step, "pretrain", "--config"]
+    arguments = [work / "lost.py", work, way, f"{rank}:{step}", "pretrain", "--config"]
     arguments += [work / "pair.json", "--corpus", corpus.path, "--out", work / "run", "--quiet"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
@@ -439,7 +441,7 @@ def lose_one(
         stderr=subprocess.DEVNULL,
     )
     try:
-        while not (work / "lost").exists():
+        while not (work / f"lost-{rank}:{step}").exists():
             assert run.poll() is None
             time.sleep(0.02)
         lost_at = time.monotonic()
@@ -626,17 +628,18 @@ def test_two_processes_have_the_gradients_of_one_in_each_ablation(
         assert reached == gradients(tmp_path / f"{number}", 1).keys(), label
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("sharding", ["none", "optimizer"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_torchrun_starts_killed_processes_again(
-    corpus: Corpus, tmp_path: Path, single: Path, sharding: str
+    corpus: Corpus, tmp_path: Path, pair: Path, single: Path, sharding: str
 ) -> None:
+    """The main one before it has saved anything, the other one later."""
     (tmp_path / "lost.py").write_text(LOST)
     config = tmp_path / "pair.json"
     config.write_bytes(json_bytes(to_dict(with_run(config_of_pair(), sharding=sharding))))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", str(tmp_path / "lost.py")]
-    arguments = [tmp_path, "killed", 1, 6, "pretrain", "--config", config, "--corpus", corpus.path]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "2", str(tmp_path / "lost.py")]
+    arguments = [tmp_path, "killed", "0:3,1:7", "pretrain", "--config", config]
+    arguments += ["--corpus", corpus.path]
     arguments += ["--out", tmp_path / "run", "--quiet"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # docs/reliability.md
@@ -644,5 +647,7 @@ def test_torchrun_starts_killed_processes_again(
         [*torchrun, *map(str, arguments)], env=environment, capture_output=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "lost").exists()
+    assert {p.name for p in tmp_path.glob("lost-*")} == {"lost-0:3", "lost-1:7"}
     assert_close_runs(tmp_path / "run", single)
+    if sharding == "none":
+        assert_same_run(tmp_path / "run", pair / "runs" / "whole")

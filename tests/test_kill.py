@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from test_corpus import content, make_text
 
+from electra import cli
 from electra.corpus import Corpus, prepare
 from electra.errors import ElectraError
 from electra.files import exclusive
@@ -154,6 +155,26 @@ def test_a_request_to_stop_saves_and_the_same_command_goes_on(
     newest = max(int(p.name[5:]) for p in (out / "checkpoints").glob("step-*"))
     assert newest == read_metrics(out)[-1]["step"]  # not a step is lost
     assert start(corpus, out).wait(120) == 0
+    assert outcome(out) == uninterrupted
+
+
+def test_a_second_run_on_the_same_directory_is_refused_and_the_first_unharmed(
+    corpus: Corpus,
+    tmp_path: Path,
+    uninterrupted: tuple[str, list[dict[str, Any]]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "run"
+    first = start(corpus, out)
+    for _ in range(3):
+        wait_for_lines(first, out, 3)
+        began = time.process_time()  # other work on the machine stretches the clock
+        code = cli.run(command(corpus, out)[3:])
+        assert time.process_time() - began < 1
+        assert first.poll() is None
+        assert code == 2
+        assert "Another process" in capsys.readouterr().err
+    assert first.wait(120) == 0
     assert outcome(out) == uninterrupted
 
 

@@ -73,7 +73,7 @@ def differences(file: Path, directory: Path, auto: Any) -> float:
     assert [given.name for given in session.get_inputs()] == names
     model, largest = auto.from_pretrained(directory).eval(), 0.0
     draw = torch.Generator().manual_seed(1)
-    for B, T in ((1, 1), (1, 29), (6, 13), (7, 2), (17, 20)):
+    for B, T in ((1, 1), (1, 29), (6, 13), (7, 2), (17, 20), (2, 28)):
         x = torch.randint(0, model.config.vocab_size, (B, T), generator=draw)
         mask = torch.arange(T) < torch.randint(1, T + 1, (B, 1), generator=draw)
         segment = torch.randint(0, 2, (B, T), generator=draw)

@@ -107,16 +107,20 @@ def test_the_checkpoint_before_survives_fifty_saves_without_room(tmp_path: Path)
     assert_is(load_newest(tmp_path), 4)
 
 
-@pytest.mark.long
-def test_fifty_full_disks_cost_no_checkpoint(
-    micro: PretrainConfig, corpus: Corpus, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("times", [10, pytest.param(50, marks=pytest.mark.long)])
+def test_full_disks_cost_no_checkpoint(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
 ) -> None:
     """The disk fills up to a random degree at a random step; with room again the run goes on."""
     draw = random.Random(50)
     out = small_disk / "run"
     config = with_run(micro, train_steps=10**6, save_every=2, log_every=5, eval_every=10**6)
     newest = 0
-    for _ in range(50):
+    for _ in range(times):
         with monkeypatch.context() as patch:
             at = newest + draw.randint(3, 8)
             leave = draw.randrange(100_000)

@@ -247,6 +247,7 @@ def test_a_configuration_beside_the_vocabulary_is_respected(tmp_path: Path) -> N
 def test_transformers_loads_the_same_ids(
     tokenizers: dict[str, Tokenizer], tmp_path: Path, name: str
 ) -> None:
+    from test_transformers_releases import lines
     from transformers import AutoTokenizer, ElectraConfig
 
     tokenizer = tokenizers[name]
@@ -257,6 +258,8 @@ def test_transformers_loads_the_same_ids(
         encoded = theirs(line, "pair")
         assert encoded["input_ids"] == tokenizer.encode(line, "pair")
         assert encoded["token_type_ids"] == tokenizer.backend.encode(line, "pair").type_ids
+    many = lines(10_000)
+    assert theirs(many)["input_ids"] == list(map(tokenizer.encode, many))
     assert theirs.model_max_length == 77
     assert (theirs.pad_token_id, theirs.mask_token_id) == (tokenizer.pad_id, tokenizer.mask_id)
 
@@ -330,7 +333,7 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
             check=True,
             cwd=Path(electra.tokenizer.__file__).parents[1],
         ).stdout
-        for _ in range(4)
+        for _ in range(10)
     }
     here = {train_tokenizer([path], vocab_size=300) for _ in range(4)}
     assert printed == {f"{tokenizer.hash} 300\n" for tokenizer in here}
