@@ -561,6 +561,10 @@ def r3(work: Path, scale: float) -> Seen:
         "seconds back to training": [round(s, 2) for s in seconds],
         "left over": left,
     }
+    if max(seconds) > 30:  # torchrun says when it asked a process to end, and when it ended it
+        told = (work / "run.log").read_text(errors="replace").splitlines()
+        words = ("signal", "exitcode", "electra: ")
+        counts["told"] = [line for line in told if any(word in line for word in words)]
     text = f"{len(seconds)} kills: {'bit-equal' if one == two else 'DIFFERENT'}, back after at most"
     text += f" {max(seconds):.1f} s (median {statistics.median(seconds):.1f} s)"
     return Seen(one == two and max(seconds) <= 30 and not left, text, counts)

@@ -296,7 +296,7 @@ def test_a_signal_at_any_moment_costs_no_step(
     for i, run in enumerate(runs):
         assert run["code"] == 75 or (run["code"], run["saved"]) == (0, STEPS), (i, run)
         assert run["saved"] == run["logged"], (i, run)
-        assert run["place"] or run["seconds"] < 30, (i, run)  # as long as torchrun would wait
+        assert run["place"] or run["seconds"] < 10, (i, run)  # torchrun would wait for 30
     assert start(corpus, tmp_path / "run").wait(120) == 0
     for run in (tmp_path / "run", *(tmp_path / "logs").glob("run-*")):
         assert outcome(run) == uninterrupted
@@ -360,7 +360,7 @@ def test_a_signal_during_the_first_compilation_ends_at_once_and_damages_nothing(
         told = (tmp_path / f"{way}.log").read_text()
         assert seen[way]["code"] in codes, (seen[way], told)
         assert "Traceback" not in told
-        assert seen[way]["seconds"] < 30, seen[way]  # as long as torchrun would wait
+        assert seen[way]["seconds"] < (30 if way == "two" else 10), seen[way]
         out = tmp_path / f"run-{way}"
         assert not list((out / "checkpoints").iterdir())
         assert not [p for p in out.rglob("*") if ".tmp" in p.name]
