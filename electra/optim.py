@@ -136,6 +136,7 @@ class Adam:
         self._missing: Counter[int] = Counter()  # how many of them, by piece
         self._arrived: dict[int, Tensor] = {}  # those that are not yet in the buffer
         self._first = True
+        self._earlier: Sequence[Tensor | None] | None = None
         self.hooks = [
             parameter.register_hook(partial(self._arrive, i))
             for i, parameter in enumerate(self.parameters if self.exchange.pieces > 1 else [])
@@ -221,17 +222,21 @@ class Adam:
             else:
                 self.grad[begin:end].add_(widened)
 
-    def expect(self, *, first: bool) -> None:
-        """Before the backward pass of the last micro-batch: its gradients leave as they come."""
+    def expect(self, *, first: bool, earlier: Sequence[Tensor | None] | None = None) -> None:
+        """Before the backward pass of the last micro-batch: its gradients leave as they come.
+
+        earlier: what a pass before it gave, if its loss has two terms; they are added.
+        """
         self._first, self._awaited = first, set(range(len(self.slots)))
+        self._earlier = earlier
         self._missing = Counter(number for pieces in self._pieces for number in pieces)
 
-    def _arrive(self, i: int, grad: Tensor) -> None:
+    def _arrive(self, i: int, grad: Tensor | None) -> None:
         """One gradient is complete. The order is that of the graph: every process has the same."""
         if i not in self._awaited:
             return
         self._awaited.remove(i)
-        self._arrived[i] = grad
+        (self._arrived[i],) = added(self._earlier and self._earlier[i : i + 1], (grad,))
         for number in self._pieces[i]:
             self._missing[number] -= 1
             if self._missing[number] == 0:
@@ -244,11 +249,13 @@ class Adam:
         """What a backward pass that was broken off has left behind."""
         self._awaited.clear()
         self._arrived.clear()
+        self._earlier = None
 
-    def finish(self, grads: Sequence[Tensor]) -> None:
+    def finish(self, grads: Sequence[Tensor | None]) -> None:
         """After that pass: what no hook has seen goes now, then all that was sent is waited for."""
         for i in sorted(self._awaited):
             self._arrive(i, grads[i])
+        self._earlier = None
         self.exchange.wait()
 
     def step(self, lr: Tensor, step: Tensor) -> Tensor:
@@ -413,6 +420,16 @@ class Adam:
             if whole is not own:
                 own.copy_(self.exchange.mine(whole).flatten())
         self._refresh()
+
+
+def added(earlier: Sequence[Tensor | None] | None, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients of a sum of two terms, each None where its term does not lead to a parameter."""
+    total: list[Tensor] = []
+    for a, b in zip(earlier or [None] * len(grads), grads, strict=True):
+        one = b if a is None else a
+        assert one is not None, "a parameter has no gradient"
+        total.append(one if a is None or b is None else a + b)
+    return total
 
 
 def orthogonal(u: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,11 @@ from .objectives import (
     Objective,
     ReplacedTokenDetection,
     SpecialIds,
+    WithGenerator,
     build_objective,
     disc_share,
 )
-from .optim import Adam, learning_rate
+from .optim import Adam, added, learning_rate
 from .randomness import StepRng
 from .rundir import (
     check_fits,
@@ -63,6 +65,10 @@ from .runtime import Runtime
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 _SPARE = 0.02  # of a GPU's memory that a micro-batch found by trying leaves: not all is seen there
+
+# The generator's backward pass comes before the discriminator's forward pass, where the objective
+# allows it: their activations are never held together.
+GENERATOR_FIRST = False
 
 
 def pretrain(
@@ -419,6 +425,8 @@ class Trainer:
         )
         self.has_kernels = _use_kernels(objective, config, runtime)
         self.forward: Callable[[Batch, StepRng], Losses] = objective
+        # The same in two parts, where the generator learns first.
+        self.parts: tuple[Callable[..., Any], Callable[..., Losses]] | None = None
         self._compile()
         self.rows = config.data.batch_size // runtime.world
         self.split(config.data.at_once(self.rows))
@@ -439,10 +447,17 @@ class Trainer:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _compile(self) -> None:
-        if self.runtime.compiled:
-            o = self.objective
+        o = self.objective
+
+        def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
+            if not self.runtime.compiled:
+                return work
             backend = compiler_in_parts(o) if self.runtime.world > 1 else "inductor"
-            self.forward = torch.compile(o, fullgraph=True, dynamic=False, backend=backend)
+            return torch.compile(work, fullgraph=True, dynamic=False, backend=backend)
+
+        self.forward = compiled(o)
+        if GENERATOR_FIRST and isinstance(o, WithGenerator) and o.generator_is_first:
+            self.parts = compiled(o.generate_alone), compiled(o.learn)
 
     # ------------------------------------------------------------------ the step
 
@@ -456,20 +471,31 @@ class Trainer:
                 batch = batch._replace(disc_share=share)
                 self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
             rng = StepRng(self.seed, self.counter, self.row[rows])
-            losses = self.forward(batch, rng)
+            earlier = None
+            if self.parts is None:
+                losses = self.forward(batch, rng)
+            else:  # what the generator's gradient needs is gone before the discriminator begins
+                generate, learn = self.parts
+                k, mlm, correct = generate(batch, rng)
+                earlier = torch.autograd.grad(
+                    self.config.objective.gen_weight * mlm,
+                    self.optimizer.parameters,
+                    allow_unused=True,
+                )
+                losses = learn(k, mlm.detach(), correct, batch, rng)
             if last := i == len(self.micro_batches) - 1:
-                self.optimizer.expect(first=i == 0)
+                self.optimizer.expect(first=i == 0, earlier=earlier)
             grads = torch.autograd.grad(
                 losses.total,
                 self.optimizer.parameters,
-                allow_unused=bool(self.idle),
+                allow_unused=bool(self.idle or earlier),
                 materialize_grads=bool(self.idle),
             )
             self.meter.add_losses(losses)
             if last:  # of all processes: losses are shares of the global mean, so they add up
                 self.optimizer.finish(grads)
             else:
-                self.optimizer.accumulate(grads, first=i == 0)
+                self.optimizer.accumulate(added(earlier, grads), first=i == 0)
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
         self.meter.add_step(self.block.counts(self.slot, self.config), norm)

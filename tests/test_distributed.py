@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from electra import ablate, exchange
+from electra import pretrain as loop
 from electra.checkpoint import load_newest, read_checkpoint
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
@@ -91,6 +92,11 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     dist.barrier()
     pretrain(rare, corpus, work / "runs" / "stopped", quiet=True)  # the newest one is damaged
     pretrain(rare_sharded, corpus, work / "runs" / "stopped-whole", quiet=True)
+
+    loop.GENERATOR_FIRST = True
+    half = replace(sharded, data=replace(config.data, micro_batch=2))
+    pretrain(half, corpus, work / "runs" / "generator-first", quiet=True)
+    loop.GENERATOR_FIRST = False
 
     # In one piece after the backward pass, and what of the pieces leaves during it.
     exchange.PIECES, pieces = 1, exchange.PIECES
@@ -257,6 +263,12 @@ def test_two_processes_train_like_one(pair: Path, single: Path) -> None:
     # Counts are whole numbers: equal masks and samples give them exactly.
     for name in ("replaced_percent", "mlm_accuracy"):
         assert [m[name] for m in one[:3]] == [m[name] for m in two[:3]]
+
+
+def test_two_processes_whose_generator_learns_first_train_like_one(
+    pair: Path, single: Path
+) -> None:
+    assert_close_runs(pair / "runs" / "generator-first", single)
 
 
 def test_the_gradients_of_the_first_step_are_those_of_one_process(

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -1328,6 +1329,66 @@ def test_what_is_compiled_for_one_seed_serves_the_others(
         trainer.train_step()
     assert len(traced) == 2
     assert traced[0] == traced[1]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_generator_that_learns_first_makes_the_same_step(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    micro_batch: int | None,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And by the time the discriminator begins, nothing holds what its backward pass needed."""
+    if compiled:
+        work = torch.compile
+        eager = {"backend": "eager"}
+        monkeypatch.setattr(loop.torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
+        torch._dynamo.reset()
+    here = replace(runtime(), compiled=compiled)
+    config = replace(micro, data=replace(micro.data, micro_batch=micro_batch))
+    found: list[tuple[Tensor, Tensor]] = []
+    for first in (False, True):
+        monkeypatch.setattr(loop, "GENERATOR_FIRST", first)
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        assert (trainer.parts is not None) == first
+        trainer.load_block(0, [1e-3])
+        trainer.train_step()
+        found.append((trainer.optimizer.grad.clone(), trainer.meter.sums.clone()))
+    (grad, sums), (again, same) = found
+    assert (again - grad).abs().max() <= 1e-6 * grad.abs().max()
+    torch.testing.assert_close(same, sums, rtol=1e-6, atol=0)
+
+
+def test_the_generators_activations_are_gone_before_the_discriminator_begins(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+    states, learn = ReplacedTokenDetection.states_at, ReplacedTokenDetection.learn
+
+    def remembered(self: ReplacedTokenDetection, *args: Any, **kwargs: Any) -> Tensor:
+        h = states(self, *args, **kwargs)
+        alive.append(weakref.ref(h))
+        return h
+
+    def counted(self: ReplacedTokenDetection, *args: Any) -> Losses:
+        left.append(sum(h() is not None for h in alive))
+        return learn(self, *args)
+
+    monkeypatch.setattr(ReplacedTokenDetection, "states_at", remembered)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", counted)
+    for first in (False, True):
+        monkeypatch.setattr(loop, "GENERATOR_FIRST", first)
+        objective = build_objective(micro, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, micro, runtime()), micro, runtime())
+        trainer.load_block(0, [1e-3])
+        alive.clear()
+        trainer.train_step()
+        assert len(alive) == 1
+    assert left == [1, 0]
 
 
 def test_blocks_of_any_size_hold_the_same_batches(micro: PretrainConfig, corpus: Corpus) -> None:
