@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import kernels
 from .config import OptimConfig
 from .errors import CorruptError
 from .exchange import _ALIGN, Exchange
 
+KERNEL = False  # on a GPU, Adam is a kernel of `kernels` instead of torch's
 _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
 
 
@@ -102,6 +104,11 @@ class Adam:
             own = slot._replace(start=slot.start - bounds[1]) if half else slot
             parameter.data = own.of(self._shadow if half else self.master)
             self._grads.append(own.of(self._half_grad if half else self.grad))
+        # One pass over all buffers by an own kernel, which also writes the working copies.
+        self.kernel = KERNEL and device.type == "cuda" and kernels.available()
+        self.kernel = self.kernel and self.exchange.runtime is None and not hidden
+        self._narrow = False  # gradients of working copies are not widened: the kernel does it
+        self._table = self._by_chunk(multipliers or {}).to(device)
         self._groups, factors = self._by_rate(multipliers or {}, hidden)
         self._matrices = self._by_shape(multipliers or {}, hidden)
         self._factors = torch.tensor(factors, device=device)
@@ -141,6 +148,16 @@ class Adam:
             parameter.register_hook(partial(self._arrive, i))
             for i, parameter in enumerate(self.parameters if self.exchange.pieces > 1 else [])
         ]
+
+    def _by_chunk(self, multipliers: Mapping[str, float]) -> Tensor:
+        """(chunks, 2): factor of the rate, and weight decay, as `kernels.adam` takes them."""
+        table = torch.zeros(len(self.master) // kernels.CHUNK, 2)
+        for slot in self.slots:
+            decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
+            end = slot.start + slot.shape.numel()
+            rows = slice(slot.start // kernels.CHUNK, -(-end // kernels.CHUNK))
+            table[rows] = torch.tensor([multipliers.get(slot.name, 1.0), decay])
+        return table
 
     def _by_rate(
         self, multipliers: Mapping[str, float], hidden: set[str]
@@ -204,12 +221,17 @@ class Adam:
             own[self._is_half[i]][0].append(self._grads[i])
             own[self._is_half[i]][1].append(grad)
         (wide, wide_grads), (half, half_grads) = own
+        if self._narrow and not first:  # there are: what waits makes room
+            self.grad[self._working].copy_(self._half_grad)
         if wide and first:
             torch._foreach_copy_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
         elif wide:
             torch._foreach_add_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
         if half:
             torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
+        self._narrow = self.kernel and first
+        if self._narrow:  # perhaps there are no others: the kernel reads both buffers
+            return
         begin, end = self._working.start, self._working.stop
         if piece is not None:
             part = self.exchange.piece(piece, len(self.grad))
@@ -265,7 +287,11 @@ class Adam:
         every device, with the clip as its gradient scale and the skip as its overflow flag.
         """
         c = self.config
-        norm = self.exchange.norm(self.grad)
+        narrow = self._half_grad if self._narrow else None
+        if self.kernel:
+            norm = kernels.sum_of_squares(self.grad, narrow, self._working).sqrt()
+        else:
+            norm = self.exchange.norm(self.grad)
         good = norm.isfinite()
         if c.skip_spikes:
             good = good & ~self._is_spike(norm)
@@ -273,9 +299,13 @@ class Adam:
         divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
         # Far along, both corrections are exactly 1: that is Adam without them.
         t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
+        if self.kernel:
+            state = (self.master, self.grad, narrow, self.m, self.v, self._shadow, self._working)
+            scalars, betas = (lr, divisor, skip, t), (c.beta1, c.beta2)
+            kernels.adam(*state, self._table, scalars, betas, c.epsilon)
         rates = lr * self._factors
         for i, (decay, parts) in enumerate(self._groups):
-            if not parts:  # all of them in other processes' shares
+            if self.kernel or not parts:  # all of them in other processes' shares
                 continue
             p, g, m, v = map(list, zip(*parts, strict=True))
             with self._beside(i):
@@ -309,7 +339,8 @@ class Adam:
         if self.mean is not None:
             weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
             self.mean.lerp_(self.master, weight)
-        self._refresh()
+        if not self.kernel:
+            self._refresh()
         return norm
 
     def _muon(
