@@ -285,8 +285,8 @@ def adam(S: int, A: int, Z: int, like: Like) -> Case:
 
     def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
         p, wide, narrow, m, v, copy = inputs
-        square = kernels.sum_of_squares(wide, narrow, where, config.get("SQUARES", SQUARES))
-        divisor, skip = scalars(square)
+        squares = kernels.sums_of_squares(wide, narrow, where, config.get("SQUARES", SQUARES))
+        divisor, skip = scalars(squares.sum())
         kernels.adam(
             p, wide, narrow, m, v, copy, where, groups, (rate, divisor, skip, steps),
             (0.9, 0.999), 1e-6, config.get("ADAM", ADAM),

@@ -934,18 +934,18 @@ def _cross_entropy_backward(
 # The optimizer: flat buffers in chunks, whose parameters have one rate and one decay each
 
 
-def sum_of_squares(
+def sums_of_squares(
     wide: Tensor, narrow: Tensor | None, where: slice, config: Config = SQUARES
 ) -> Tensor:
-    """Σ g², () float32. g: (S,) float32 is `wide`; if `narrow` is given, it has the stretch `where`
-    instead, in its own type."""
+    """Partial sums of g², (P,) float32. g: (S,) float32 is `wide`; if `narrow` is given, it has the
+    stretch `where` instead, in its own type."""
     _check(wide, *(() if narrow is None else (narrow,)))
     begin, end, chunks = _chunks(wide, narrow, where)
     kernel = dict(config)
     programs, steps = _strips(chunks, kernel["ROWS"], kernel.pop("PROGRAMS"))
     partial = torch.empty(programs, dtype=torch.float32, device=wide.device)
-    _sum_of_squares[(programs,)](wide, narrow, partial, chunks, begin, end, steps, CHUNK, **kernel)
-    return partial.sum()
+    _sums_of_squares[(programs,)](wide, narrow, partial, chunks, begin, end, steps, CHUNK, **kernel)
+    return partial
 
 
 @jit
@@ -963,7 +963,7 @@ def _load_gradient(wide, narrow, row, ok, begin, end, CHUNK: tl.constexpr):
 
 
 @jit
-def _sum_of_squares(
+def _sums_of_squares(
     wide, narrow, partial, N, begin, end, STEPS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -991,7 +991,7 @@ def adam(
 ) -> None:
     """One step of Adam with decoupled weight decay on p, m, v (S,), in place, as torch's fused one.
 
-    The gradient is as in `sum_of_squares`. copy: p of the stretch `where` in its working type.
+    The gradient is as in `sums_of_squares`. copy: p of the stretch `where` in its working type.
     groups: (S / CHUNK, 2) float32, factor of the rate and weight decay of each chunk. scalars, ()
     float32 each: rate, what the gradient is divided by, 1 if nothing is to change, steps so far.
     """

@@ -142,6 +142,7 @@ class Adam:
         self._awaited: set[int] = set()  # gradients to come, between `expect` and `finish`
         self._missing: Counter[int] = Counter()  # how many of them, by piece
         self._arrived: dict[int, Tensor] = {}  # those that are not yet in the buffer
+        self.judge = self.judge_norm  # or the same, compiled
         self._first = True
         self._earlier: Sequence[Tensor | None] | None = None
         self.hooks = [
@@ -289,21 +290,14 @@ class Adam:
         c = self.config
         narrow = self._half_grad if self._narrow else None
         if self.kernel:
-            norm = kernels.sum_of_squares(self.grad, narrow, self._working).sqrt()
+            found = kernels.sums_of_squares(self.grad, narrow, self._working)
         else:
-            norm = self.exchange.norm(self.grad)
-        good = norm.isfinite()
-        if c.skip_spikes:
-            good = good & ~self._is_spike(norm)
-        skip = (~(good & self.live)).float()
-        divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
-        # Far along, both corrections are exactly 1: that is Adam without them.
-        t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
+            found = self.exchange.norm(self.grad)
+        norm, divisor, skip, t, rates = self.judge(found, lr, step)
         if self.kernel:
             state = (self.master, self.grad, narrow, self.m, self.v, self._shadow, self._working)
             scalars, betas = (lr, divisor, skip, t), (c.beta1, c.beta2)
             kernels.adam(*state, self._table, scalars, betas, c.epsilon)
-        rates = lr * self._factors
         for i, (decay, parts) in enumerate(self._groups):
             if self.kernel or not parts:  # all of them in other processes' shares
                 continue
@@ -332,9 +326,6 @@ class Adam:
                 self._muon(ps, gs, ms, rate, divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-        self.bad_steps += ~good & self.live
-        self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
-        torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
         self.exchange.hand_round(self.master)
         if self.mean is not None:
             weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
@@ -342,6 +333,27 @@ class Adam:
         if not self.kernel:
             self._refresh()
         return norm
+
+    def judge_norm(self, found: Tensor, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """What the norm means for the step, and count it if it is bad.
+
+        found: () the norm, or (P,) sums of squares of parts. The norm; what the gradient is divided
+        by; 1 if nothing is to change, else 0; steps for the corrections; the rate of each group.
+        """
+        c = self.config
+        norm = found if found.dim() == 0 else found.sum().sqrt()
+        good = norm.isfinite()
+        if c.skip_spikes:
+            good = good & ~self._is_spike(norm)
+        skip = (~(good & self.live)).float()
+        divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
+        # Far along, both corrections are exactly 1: that is Adam without them.
+        t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
+        self.bad_steps.add_(~good & self.live)
+        in_a_row = torch.where(good, 0, self.bad_in_a_row + self.live)
+        self.bad_in_a_row.copy_(in_a_row)
+        self.worst_in_a_row.copy_(torch.maximum(self.worst_in_a_row, in_a_row))
+        return norm, divisor, skip, t, lr * self._factors
 
     def _muon(
         self,

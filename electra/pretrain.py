@@ -69,6 +69,8 @@ _SPARE = 0.02  # of a GPU's memory that a micro-batch found by trying leaves: no
 # The generator's backward pass comes before the discriminator's forward pass, where the objective
 # allows it: their activations are never held together.
 GENERATOR_FIRST = False
+# What a step does around the networks, in some seventy small operations, is compiled as well.
+COMPILED_AROUND = False
 
 
 def pretrain(
@@ -388,18 +390,27 @@ class Meter:
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
-        self._losses += torch.stack([p.detach().double() for p in losses[1:]])
+        self._losses.add_(torch.stack([p.detach().double() for p in losses[1:]]))
 
     def add_step(self, counts: tuple[Tensor, Tensor], norm: Tensor) -> None:
         """What is known of the step as a whole: masked positions, tokens, gradient norm."""
         whole = torch.stack([p.double() for p in (*counts, norm, torch.ones_like(norm))])
         parts = torch.cat([self._losses[:5], whole, self._losses[5:]])
-        self.sums += torch.where(parts.isfinite().all(), parts, 0.0)
+        self.sums.add_(torch.where(parts.isfinite().all(), parts, 0.0))
         self.forget()
 
     def forget(self) -> None:
         """The step under way."""
         self._losses.zero_()
+
+
+def close_step(
+    meter: Meter, block: Block, norm: Tensor, slot: Tensor, counter: Tensor, config: PretrainConfig
+) -> None:
+    """After an update: what the step as a whole was, and on to the next."""
+    meter.add_step(block.counts(slot, config), norm)
+    slot.add_(1)
+    counter.add_(1)
 
 
 class Trainer:
@@ -427,6 +438,9 @@ class Trainer:
         self.forward: Callable[[Batch, StepRng], Losses] = objective
         # The same in two parts, where the generator learns first.
         self.parts: tuple[Callable[..., Any], Callable[..., Losses]] | None = None
+        self.read: Callable[..., Batch] = Block.batch
+        self.note: Callable[[Meter, Losses], None] = Meter.add_losses
+        self.close: Callable[..., None] = close_step
         self._compile()
         self.rows = config.data.batch_size // runtime.world
         self.split(config.data.at_once(self.rows))
@@ -458,14 +472,20 @@ class Trainer:
         self.forward = compiled(o)
         if GENERATOR_FIRST and isinstance(o, WithGenerator) and o.generator_is_first:
             self.parts = compiled(o.generate_alone), compiled(o.learn)
+        if COMPILED_AROUND and self.runtime.world == 1:
+            self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)
+            self.close = compiled(close_step)
+            self.optimizer.judge = compiled(self.optimizer.judge_norm)
 
     # ------------------------------------------------------------------ the step
 
     def train_step(self) -> None:
         """One optimizer step; every number it needs is already on the device."""
         assert self.block is not None
+        alone = len(self.micro_batches) == 1  # else each would be compiled anew
         for i, rows in enumerate(self.micro_batches):
-            batch = self.block.batch(self.slot, rows, self.config)
+            read = self.read if alone else Block.batch
+            batch = read(self.block, self.slot, rows, self.config)
             if self.config.objective.disc_start_percent:
                 share = self.shares.index_select(0, self.slot.view(1))[0]
                 batch = batch._replace(disc_share=share)
@@ -491,16 +511,14 @@ class Trainer:
                 allow_unused=bool(self.idle or earlier),
                 materialize_grads=bool(self.idle),
             )
-            self.meter.add_losses(losses)
+            self.note(self.meter, losses)
             if last:  # of all processes: losses are shares of the global mean, so they add up
                 self.optimizer.finish(grads)
             else:
                 self.optimizer.accumulate(added(earlier, grads), first=i == 0)
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
-        self.meter.add_step(self.block.counts(self.slot, self.config), norm)
-        self.slot += 1
-        self.counter += 1
+        self.close(self.meter, self.block, norm, self.slot, self.counter, self.config)
 
     # ------------------------------------------------------------------ around it
 

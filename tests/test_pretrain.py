@@ -1362,6 +1362,48 @@ def test_a_generator_that_learns_first_makes_the_same_step(
     torch.testing.assert_close(same, sums, rtol=1e-6, atol=0)
 
 
+def test_what_is_compiled_around_the_networks_counts_as_before(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts, losses, bad steps, the places of the next step: three steps, the second one bad."""
+    work, traced = torch.compile, list[str]()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(
+        loop.torch, "compile", lambda *a, **k: work(*a, **{**k, "backend": backend})
+    )
+    torch._dynamo.reset()
+    config = replace(micro, optim=replace(micro.optim, skip_spikes=True))
+    found: list[list[Tensor]] = []
+    for around in (False, True):
+        monkeypatch.setattr(loop, "COMPILED_AROUND", around)
+        here = replace(runtime(), compiled=around)
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        trainer.forward = objective
+        for step in range(3):
+            trainer.load_block(step, [1e-3])
+            with torch.no_grad():
+                gain = trainer.optimizer.master[:7]
+                before = gain.clone()
+                if step == 1:
+                    gain.fill_(float("nan"))
+            trainer.train_step()
+            if step == 1:
+                gain.copy_(before)
+        counters = trainer.optimizer.counters().values()
+        found.append([trainer.meter.sums, trainer.slot, trainer.counter, *counters])
+        found[-1].append(trainer.optimizer.master.clone())
+    assert len(traced) == 4
+    assert int(found[0][2]) == 3
+    assert int(found[0][3]) == 1  # of the bad steps
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_generators_activations_are_gone_before_the_discriminator_begins(
     micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
