@@ -30,6 +30,13 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 # computed again.
 KEPT = 2**26
 
+# Also keep log Σ exp of the scores, 4 bytes a head and token, which spares the backward pass of
+# attention a product and two sums.
+SUMS_KEPT = False
+
+# Compute the gradient of the first layer norm in the kernel of the product before it.
+NORM_IN_PRODUCT = False
+
 
 def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     """What of a recipe these kernels do not do, on whatever device; None if they fit."""
@@ -56,18 +63,21 @@ def block(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act, s' and statistics (4, B T).
 
-    h and act are empty if they are not kept.
+    h and act are empty if they are not kept. Statistics are means and 1/std of s and s', and
+    behind them log Σ exp of the scores of each head, if that is kept.
     """
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
-    statistics = g1.new_empty(4, B * T)
+    statistics = g1.new_empty(4 + heads * SUMS_KEPT, B * T)
     qkv = torch.addmm(bqkv, x, wqkv.t())
-    o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
+    packed = qkv.view(B, T, 3, heads, D // heads)
+    lse = statistics[4:] if SUMS_KEPT else None
+    o = kernels.attention(packed, mask, lse=lse).view(B * T, D)
     h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
     pre = torch.addmm(b1, h, w1.t())
     act = kernels.gelu(pre)
-    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
+    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:4])
     h, act = (h, act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
     return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
 
@@ -83,11 +93,11 @@ def _add_norm(
 
 @block.register_fake
 def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float) -> Any:
-    del mask, heads, eps
+    del mask, eps
     B, T, D = x.shape
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
-    statistics = x.new_empty(4, B * T, dtype=torch.float32)
+    statistics = x.new_empty(4 + heads * SUMS_KEPT, B * T, dtype=torch.float32)
     act = torch.empty_like(inner)
     h, act = (one[2], act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
     return x.new_empty(B, T, D), wide, one[0], one[1], h, inner, act, one[3], statistics
@@ -106,7 +116,7 @@ def block_backward(
     in the working type; `_backward` takes them apart."""
     wqkv, _, wo, _, w1, _, w2, _, g1, c1, g2, _ = weights
     qkv, o, s1, h, pre, act, s2, statistics = kept
-    mean1, rstd1, mean2, rstd2 = statistics
+    mean1, rstd1, mean2, rstd2, *lse = statistics
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
     ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
@@ -115,14 +125,18 @@ def block_backward(
     dw2 = ds2.t() @ act
     del act  # the largest there are: gone before attention's gradients come
     h = torch.empty_like(s1) if again else h
-    ds1, norm1 = kernels.add_norm_backward(
-        dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None
-    )
+    more = (c1, h) if again else None
+    if NORM_IN_PRODUCT and D <= 256 and x.dtype != torch.float32:
+        ds1, norm1 = kernels.product_norm_backward(dpre, w1, ds2, s1, mean1, rstd1, g1, again=more)
+    else:
+        ds1, norm1 = kernels.add_norm_backward(dpre @ w1, ds2, s1, mean1, rstd1, g1, again=more)
     dw1 = dpre.t() @ h
     del dpre
     dwo = ds1.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
-    dqkv, projected = kernels.attention_backward(packed, mask, (ds1 @ wo).view(B, T, D))
+    dqkv, projected = kernels.attention_backward(
+        packed, mask, (ds1 @ wo).view(B, T, D), kept=(o, statistics[4:]) if lse else None
+    )
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
     dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)

@@ -92,6 +92,30 @@ def test_layer_norm_in_the_kernel_of_the_product_is_the_same(N: int, C: int, D: 
     close(rstd, (s.double().var(1, correction=0) + 0.1).rsqrt())
 
 
+@pytest.mark.parametrize(("N", "C", "D"), [(1, 32, 16), (130, 48, 80), (70, 64, 256)])
+def test_gradient_of_layer_norm_in_the_kernel_of_the_product_is_the_same(
+    N: int, C: int, D: int
+) -> None:
+    torch.manual_seed(N)
+    x, w, dy, s = (draw(*size, dtype=NARROW) for size in ((N, C), (C, D), (N, D), (N, D)))
+    gamma, beta = draw(D), draw(D)
+    mean, rstd = s.float().mean(1), (s.float().var(1, correction=0) + 0.1).rsqrt()
+    again = torch.empty_like(s)
+    config = kernels.PRODUCT_NORM_BACKWARD | {"ROWS": 64}
+    ds, partial = kernels.product_norm_backward(
+        x, w, dy, s, mean, rstd, gamma, config, again=(beta, again)
+    )
+    leaves = [t.double().requires_grad_() for t in (s, gamma, beta)]
+    exact = F.layer_norm(leaves[0], (D,), leaves[1], leaves[2], 0.1)
+    gradient = x.double() @ w.double() + dy.double()
+    expected = torch.autograd.grad(exact, leaves, gradient)
+    close(again, exact.detach(), NARROW)
+    close(ds, expected[0], NARROW)
+    sums = kernels.column_sums([partial])[0].view(3, D)
+    for got, right in zip(sums, (*expected[1:], expected[0].sum(0)), strict=True):
+        assert (got.double() - right).abs().max() <= 2e-5 * (N * C) ** 0.5
+
+
 def test_layer_norm_keeps_small_differences_of_large_values() -> None:
     s = 1000 + draw(4, 64)
     one, zero = torch.ones(64, device=DEVICE), torch.zeros(64, device=DEVICE)
@@ -206,10 +230,19 @@ def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor) -> None:
     if CUDA and qkv.dtype == torch.float32 and qkv.shape[1] > 33:
         pytest.skip("half a minute for the compiler, and training takes bfloat16")
     o, dqkv, dbias = attention_in_float64(qkv, mask, do)
-    close(kernels.attention(qkv, mask), o, qkv.dtype)
-    got, partial = kernels.attention_backward(qkv, mask, do)
-    close(got, dqkv, qkv.dtype)
-    close(partial.sum(0), dbias, qkv.dtype)
+    B, T, _, H, K = qkv.shape
+    lse = draw(H, B * T)
+    given = kernels.attention(qkv, mask, lse=lse)
+    close(given, o, qkv.dtype)
+    for kept in (None, (given, lse)):
+        got, partial = kernels.attention_backward(qkv, mask, do, kept=kept)
+        close(got, dqkv, qkv.dtype)
+        close(partial.sum(0), dbias, qkv.dtype)
+    assert torch.equal(given, kernels.attention(qkv, mask))
+    if mask is None:
+        q, k, _ = qkv.double().permute(2, 0, 3, 1, 4)  # (B, H, T, K)
+        exact = torch.logsumexp(q @ k.mT / K**0.5, -1).transpose(0, 1) * kernels.LOG2_E
+        close(lse.view(H, B, T), exact, qkv.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
@@ -382,6 +415,7 @@ def bias_of(mask: Tensor | None) -> Tensor | None:
     return (mask[:, :, None] == mask[:, None])[:, None]
 
 
+@pytest.mark.parametrize("sums_kept", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "kept"),
     [
@@ -392,9 +426,10 @@ def bias_of(mask: Tensor | None) -> Tensor | None:
     ],
 )
 def test_a_block_of_kernels_is_the_block(
-    lengths: Sequence[Any] | None, kept: int, monkeypatch: pytest.MonkeyPatch
+    lengths: Sequence[Any] | None, kept: int, sums_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "KEPT", kept)
+    monkeypatch.setattr(fused, "SUMS_KEPT", sums_kept)
     torch.manual_seed(0)
     block = block_of(48, 80, 3, 20)
     h = draw(3, 20, 48).requires_grad_()
@@ -471,6 +506,30 @@ def test_a_layer_of_one_head_of_64_stays_on_chip(lengths: Sequence[Any]) -> None
         assert (got - right).abs().max() <= (0.1 if CUDA else 0.02) * right.abs().max()
 
 
+@pytest.mark.parametrize("kept", [2**26, 0])
+def test_a_block_in_the_working_type_is_the_same_by_every_way(
+    kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer norms in the kernels of products, forward and backward, and sums that are kept."""
+    monkeypatch.setattr(fused, "KEPT", kept)
+    torch.manual_seed(0)
+    block = block_of(64, 96, 2, 20).to(NARROW)
+    for norm in (block.attention_norm, block.ffn_norm):
+        norm.float()
+    block.fused = True
+    x = draw(2, 20, 64, dtype=NARROW).requires_grad_()
+    dy, leaves = draw(2, 20, 64, dtype=NARROW), [x, *block.tensors()]
+    results: list[tuple[Tensor, ...]] = []
+    for way in (False, True):
+        monkeypatch.setattr(fused, "SUMS_KEPT", way)
+        monkeypatch.setattr(fused, "NORM_IN_PRODUCT", way)
+        y = block(x, None, None)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    for got, right in zip(*results, strict=True):
+        assert got.dtype == right.dtype
+        assert (got - right).abs().max() <= (0.1 if CUDA else 0.02) * right.abs().max()
+
+
 @pytest.mark.parametrize("kind", ["full", "padded", "packed"])
 def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: str) -> None:
     padded = kind != "full"
@@ -504,8 +563,12 @@ def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: s
         assert (got - right).abs().max() <= 1e-4 * right.abs().max().clamp(min=1e-6)
 
 
-def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
+@pytest.mark.parametrize("sums_kept", [False, True])
+def test_what_the_compiler_is_told_of_the_operators_is_true(
+    sums_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Shapes and types without values, and the gradient as a graph."""
+    monkeypatch.setattr(fused, "SUMS_KEPT", sums_kept)
     D, F_, B, T = 32, 48, 2, 5
     shapes = [(3 * D, D), (3 * D,), (D, D), (D,), (F_, D), (F_,), (D, F_), (D,), *[(D,)] * 4]
     weights = [draw(*shape).requires_grad_() for shape in shapes]
