@@ -4,14 +4,17 @@
 
 Every variant is a process of its own: they compile side by side, and take turns on the device by a
 lock when they measure. A variant is settings of the run (dotted, as on the command line), of
-torch's inductor, and of `fused`; the table at the end has tokens per second and the seconds until
-the first step, and for `--profile` the kernels by kind of `plain`, `kernels` and the variants of
-`fused`.
+torch's inductor, and values of the package's modules (`set`): what is not measured yet is a switch
+there. The table at the end has tokens per second, memory, the seconds until the first step, and the
+mean loss of the first steps, which are the same for all variants of a batch: they have to agree to
+about a thousandth. With `--profile` it has the kernels by kind of `plain` and all variants of own
+kernels.
 """
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import re
@@ -28,22 +31,48 @@ from typing import Any
 import torch
 import tyro
 
-from electra import fused
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.flops import matmul_flops_per_token
 from electra.objectives import SpecialIds, build_objective
-from electra.pretrain import Trainer, _memory_errors
+from electra.pretrain import Meter, Trainer, _memory_errors
 from electra.recipes import recipe
 
+FIRST = 64  # steps whose losses are compared
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
+# Not in the product: each has to show here what it is worth.
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "generator first": {"pretrain.GENERATOR_FIRST": True},
+    "own adam": {"optim.KERNEL": True},
+    "around": {"pretrain.COMPILED_AROUND": True},
+    "sums kept": {"fused.SUMS_KEPT": True},
+    "feed alone": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None}},
+    "feed ahead": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None, "STAGES": 2}},
+    "feed 32": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None, "ROWS": 32}},
+    "norm by warps": {
+        "kernels.ADD_NORM_BACKWARD": {"ELEMENTS": 512, "PROGRAMS": 1056, "num_warps": 1}
+    },
+    "norm in product": {"fused.NORM_IN_PRODUCT": True},
+}
+SAFE = {
+    key: value
+    for name in ("generator first", "own adam", "around", "sums kept")
+    for key, value in CANDIDATES[name].items()
+}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
-    "kept": {"settings": KERNELS, "fused": {"KEPT": 2**40}},
-    "computed again": {"settings": KERNELS, "fused": {"KEPT": 0}},
+    "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
+    "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
+    **{name: {"settings": KERNELS, "set": values} for name, values in CANDIDATES.items()},
+    "all new": {"settings": KERNELS, "set": SAFE},
+    "all new, kept": {"settings": KERNELS, "set": {**SAFE, "fused.KEPT": 2**40}},
+    "all new, norm in product": {
+        "settings": KERNELS,
+        "set": {**SAFE, **CANDIDATES["norm in product"]},
+    },
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -107,18 +136,30 @@ def main() -> None:
             last = (a.out / f"{name}.log").read_text().strip().splitlines()[-1:]
             rows.append({"variant": name, "failed": last})
     (a.out / "step_variants.json").write_text(json.dumps(rows, indent=1))
-    print(f"{'variant':20} {'batch':>6} {'tokens/s':>12} {'MFU':>6} {'ready after':>12}")
+    print(
+        f"{'variant':26} {'batch':>6} {'tokens/s':>11} {'from':>11} {'to':>11} {'ms':>7} {'GiB':>6}"
+        f" {'MFU':>6} {'ready':>6} {'mlm':>8} {'disc':>8} {'norm':>7}"
+    )
     for row in rows:
         if "failed" in row:
-            print(f"{row['variant']:20} failed: {row['failed']}")
+            print(f"{row['variant']:26} failed: {row['failed']}")
             continue
-        best = sorted(row["tokens_per_second"])[len(row["tokens_per_second"]) // 2]
+        least, *_, most = rates = sorted(row["tokens_per_second"])
+        best = rates[len(rates) // 2]
+        tokens = row["batch"] * row["config"]["data"]["sequence_length"]
+        first = row["first_losses"]
         print(
-            f"{row['variant']:20} {row['batch']:>6} {best:12,.0f} {best * row['share']:6.1%}"
-            f" {row['ready_seconds']:10.0f} s {row.get('peak_memory_gib', 0):6.1f} GiB"
+            f"{row['variant']:26} {row['batch']:>6} {best:11,.0f} {least:11,.0f} {most:11,.0f}"
+            f" {1000 * tokens / best:7.3f} {row.get('peak_memory_gib', 0):6.2f}"
+            f" {best * row['share']:6.1%} {row['ready_seconds']:4.0f} s"
+            f" {first['mlm']:8.4f} {first['disc']:8.5f} {first['norm']:7.3f}"
         )
     for row in rows:
-        for kind, (milliseconds, count) in row.get("kinds", {}).items():
+        if "kinds" not in row:
+            continue
+        times, counts = zip(*row["kinds"].values(), strict=True)
+        print(f"{row['variant']} {row['batch']}: {sum(times):.3f} ms in {sum(counts):.0f} kernels")
+        for kind, (milliseconds, count) in row["kinds"].items():
             print(f"  {kind:20} {milliseconds:8.3f} ms in {count:5.0f} kernels")
         for name, milliseconds in row.get("kernels", []):
             print(f"    {milliseconds:8.3f} ms  {name[:110]}")
@@ -131,8 +172,8 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
-    for key, value in variant.get("fused", {}).items():
-        setattr(fused, key, value)
+    for path, value in variant.get("set", {}).items():
+        put(path, value)
     corpus = Corpus.open(a.corpus)
     config = changed(
         recipe(a.recipe),
@@ -151,9 +192,24 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and (name in ("plain", "kernels") or "fused" in variant)
-    row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
+    look = a.profile and (name == "plain" or "run.kernels" in variant.get("settings", {}))
+    row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look, first=FIRST)
     return {"variant": name, "batch": batch, **row}
+
+
+def put(path: str, value: Any) -> None:
+    """Set a value of a module of the package. Settings of a kernel change in place: functions have
+    them as defaults."""
+    module, *names, last = path.split(".")
+    holder: Any = importlib.import_module(f"electra.{module}")
+    for name in names:
+        holder = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    old = holder[last] if isinstance(holder, dict) else getattr(holder, last)
+    if isinstance(old, dict):
+        old.update(value)
+    else:
+        assert type(old) is type(value), (path, old, value)
+        setattr(holder, last, value)
 
 
 def timed(
@@ -165,8 +221,9 @@ def timed(
     seconds: float,
     *,
     profile: bool = False,
+    first: int = 1,
 ) -> dict[str, Any]:
-    """Compile the step beside others, then time it alone on the device."""
+    """Compile the step beside others, make the `first` steps, then time it alone on the device."""
     begin = time.perf_counter()
     batches = Batches(corpus.train, config, runtime)
     special = SpecialIds(**corpus.special_ids)
@@ -189,11 +246,13 @@ def timed(
 
     with _memory_errors(lambda: trainer):
         trainer.record()
-        steps(1)
+        steps(first)
+    sums = dict(zip(Meter.FIELDS, trainer.meter.sums.tolist(), strict=True))
     row: dict[str, Any] = {
         "padded": batches.padded,
         "own_kernels": trainer.has_kernels,
         "ready_seconds": time.perf_counter() - begin,
+        "first_losses": {name: sums[name] / first for name in ("mlm", "disc", "norm", "steps")},
         "config": to_dict(config),
         "environment": runtime.describe(),
     }
