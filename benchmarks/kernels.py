@@ -420,14 +420,13 @@ ROWS = [(16384, 256), (131072, 256), (16384, 64), (131072, 64)]
 LN, LN_BACK, GELU_BACK = kernels.ADD_NORM, kernels.ADD_NORM_BACKWARD, kernels.GELU_BACKWARD
 LN_BACKS = [
     LN_BACK,
-    LN_BACK | {"STAGES": 1},
-    LN_BACK | {"STAGES": 2},
-    LN_BACK | {"PROGRAMS": 132},
-    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "num_warps": 8},
-    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "STAGES": 4, "num_warps": 8},
-    LN_BACK | {"PROGRAMS": 528},
-    LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
-    LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
+    LN_BACK | {"PAIRED": True},
+    LN_BACK | {"PAIRED": True, "PROGRAMS": 528},
+    LN_BACK | {"PAIRED": True, "STAGES": 4},
+    LN_BACK | {"PAIRED": True, "ELEMENTS": 1024, "PROGRAMS": 528, "num_warps": 2},
+    LN_BACK | {"PAIRED": True, "ELEMENTS": 512, "PROGRAMS": 528, "num_warps": 1},
+    LN_BACK | {"PAIRED": True, "ELEMENTS": 512, "PROGRAMS": 1056, "num_warps": 1},
+    LN_BACK | {"PAIRED": True, "ELEMENTS": 1024, "PROGRAMS": 1056, "num_warps": 1},
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
 ADAM, SQUARES = kernels.ADAM, kernels.SQUARES

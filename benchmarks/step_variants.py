@@ -52,8 +52,14 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "feed alone": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None}},
     "feed ahead": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None, "STAGES": 2}},
     "feed 32": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None, "ROWS": 32}},
+    "norm paired": {"kernels.ADD_NORM_BACKWARD": {"PAIRED": True}},
     "norm by warps": {
-        "kernels.ADD_NORM_BACKWARD": {"ELEMENTS": 512, "PROGRAMS": 1056, "num_warps": 1}
+        "kernels.ADD_NORM_BACKWARD": {
+            "ELEMENTS": 512,
+            "PROGRAMS": 1056,
+            "PAIRED": True,
+            "num_warps": 1,
+        },
     },
     "norm in product": {"fused.NORM_IN_PRODUCT": True},
 }

@@ -44,7 +44,9 @@ CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
 }  # fmt: skip
 ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
-ADD_NORM_BACKWARD: Config = {"ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "num_warps": 4}
+ADD_NORM_BACKWARD: Config = {
+    "ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "PAIRED": False, "num_warps": 4
+}  # fmt: skip
 PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
 PRODUCT_NORM_BACKWARD: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
 GELU: Config = {"ELEMENTS": 2048, "num_warps": 4}
@@ -341,9 +343,14 @@ def add_norm_backward(
 
 
 @jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@jit
 def _add_norm_backward(
     dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     in_columns = column < D
@@ -370,8 +377,12 @@ def _add_norm_backward(
         dgamma += gradient * normal
         dbeta += gradient
         gradient *= g[None, :]
-        along = tl.sum(gradient * normal, 1) / D
-        level = tl.sum(gradient, 1) / D
+        if PAIRED:  # both sums travel between threads together
+            along, level = tl.reduce((gradient * normal, gradient), 1, _add_pairs)
+        else:
+            along, level = tl.sum(gradient * normal, 1), tl.sum(gradient, 1)
+        along /= D
+        level /= D
         out = (gradient - level[:, None] - normal * along[:, None]) * scale[:, None]
         dbias += out
         tl.store(ds + at, out.to(ds.dtype.element_ty), ok)

@@ -63,7 +63,7 @@ def test_layer_norm_of_a_sum_and_its_gradients_are_those_of_the_definition(
     close(y, exact.detach(), dtype)
     close(mean, s.double().mean(1))
     close(rstd, (s.double().var(1, correction=0) + 0.1).rsqrt())
-    few = kernels.ADD_NORM_BACKWARD | {"PROGRAMS": 2}  # which take several steps
+    few = kernels.ADD_NORM_BACKWARD | {"PROGRAMS": 2, "PAIRED": True}  # which take several steps
     for second, config in ((None, kernels.ADD_NORM_BACKWARD), (dy2, few)):
         again = torch.empty_like(y)
         ds, partial = kernels.add_norm_backward(
