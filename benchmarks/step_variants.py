@@ -2,10 +2,10 @@
 
     python benchmarks/step_variants.py --corpus CORPUS --out OUT --variants plain gemm pointwise
 
-Every variant is a process of its own: they compile side by side, and take turns on the device by a
-lock when they measure. A variant is settings of the run (dotted, as on the command line), of
-torch's inductor, and values of the package's modules (`set`): what is not measured yet is a switch
-there. The table at the end has tokens per second, memory, the seconds until the first step, and the
+Every variant is a process of its own: they compile side by side, and when all have, take turns on
+the device by a lock to measure. A variant is settings of the run (dotted, as on the command line),
+of torch's inductor, and values of the package's modules (`set`): what is not measured yet is a
+switch there. The table at the end has tokens per second, memory, the seconds until the first step, and the
 mean loss of the first steps, which are the same for all variants of a batch: they have to agree to
 about a thousandth. With `--profile` it has the kernels by kind of `plain` and all variants of own
 kernels.
@@ -40,6 +40,7 @@ from electra.objectives import SpecialIds, build_objective
 from electra.pretrain import Meter, Trainer, _memory_errors
 from electra.recipes import recipe
 
+TOGETHER = "STEP_VARIANTS_TOGETHER"  # how many processes were started
 FIRST = 64  # steps whose losses are compared
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
@@ -127,13 +128,24 @@ def main() -> None:
         (a.out / f"{name} {batch}.json").write_text(json.dumps(measure(a, name, batch), indent=1))
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    for old in a.out.glob("*.ready"):
+        old.unlink()
+    many = str(len(a.batch) * len(a.variants))
     children: dict[str, subprocess.Popen[bytes]] = {}
     for batch in a.batch:
         for name in a.variants:
             with open(a.out / f"{name} {batch}.log", "w") as log:
                 children[f"{name} {batch}"] = subprocess.Popen(
-                    [*command, name, str(batch)], stdout=log, stderr=subprocess.STDOUT
+                    [*command, name, str(batch)],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {TOGETHER: many},
                 )
+    while running := [c for c in children.values() if c.poll() is None]:
+        for child in children.values():
+            if child not in running:  # nobody waits for one that failed
+                (a.out / f"{child.pid}.ready").touch()
+        time.sleep(0.2)
     rows: list[dict[str, Any]] = []
     for name, child in children.items():
         if child.wait() == 0:
@@ -312,7 +324,10 @@ def changed(config: PretrainConfig, settings: dict[str, Any]) -> PretrainConfig:
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """One variant at a time on the device."""
+    """One variant at a time on the device, once no other one keeps the cores busy."""
+    (out / f"{os.getpid()}.ready").touch()
+    while len(list(out.glob("*.ready"))) < int(os.environ.get(TOGETHER, "1")):
+        time.sleep(0.2)
     with open(out / "device.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
