@@ -5,10 +5,10 @@
 Every variant is a process of its own: they compile side by side, and when all have, take turns on
 the device by a lock to measure. A variant is settings of the run (dotted, as on the command line),
 of torch's inductor, and values of the package's modules (`set`): what is not measured yet is a
-switch there. The table at the end has tokens per second, memory, the seconds until the first step, and the
-mean loss of the first steps, which are the same for all variants of a batch: they have to agree to
-about a thousandth. With `--profile` it has the kernels by kind of `plain` and all variants of own
-kernels.
+switch there. The table at the end has tokens per second, memory, the seconds until the first step,
+and the mean loss of the first steps, which are the same for all variants of a batch: they have to
+agree to about a thousandth. With `--profile` it has the kernels by kind of `plain` and of all
+variants of own kernels.
 """
 
 from __future__ import annotations
