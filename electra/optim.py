@@ -152,6 +152,7 @@ class Adam:
 
     def _by_chunk(self, multipliers: Mapping[str, float]) -> Tensor:
         """(chunks, 2): factor of the rate, and weight decay, as `kernels.adam` takes them."""
+        assert _ALIGN % kernels.CHUNK == 0, "a chunk would belong to two parameters"
         table = torch.zeros(len(self.master) // kernels.CHUNK, 2)
         for slot in self.slots:
             decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
