@@ -66,7 +66,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 SAFE = {
     key: value
-    for name in ("generator first", "own adam", "around", "sums kept")
+    for name in ("own adam", "around", "norm by warps", "sums kept")
     for key, value in CANDIDATES[name].items()
 }
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -76,6 +76,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"settings": KERNELS, "set": values} for name, values in CANDIDATES.items()},
     "all new": {"settings": KERNELS, "set": SAFE},
     "all new, kept": {"settings": KERNELS, "set": {**SAFE, "fused.KEPT": 2**40}},
+    "all new, generator first": {"settings": KERNELS, "set": {**SAFE, **CANDIDATES["generator first"]}},
+    "all new, first, kept": {"settings": KERNELS, "set": {**SAFE, **CANDIDATES["generator first"], "fused.KEPT": 2**28}},
     "all new, norm in product": {
         "settings": KERNELS,
         "set": {**SAFE, **CANDIDATES["norm in product"]},

@@ -399,7 +399,10 @@ class WithGenerator(Objective):
     def generate_alone(self, batch: Batch, rng: StepRng) -> tuple[Corruption, Tensor, Tensor]:
         """The same, of which only L_MLM leads back into the generator: `learn` may come later."""
         k, mlm, mlm_correct = self.generate(batch, rng)
-        return k._replace(h=None, g=batch.x.new_empty(0), guess=None), mlm, mlm_correct
+        nothing = batch.x.new_empty(0)
+        # Not _replace: torch 2.11 does not compile a tuple that was made so and is returned.
+        alone = Corruption(k.m, k.x_masked, None, nothing, k.x_hat, k.x_corrupt)
+        return alone, mlm, mlm_correct
 
     def learn(
         self, k: Corruption, mlm: Tensor, mlm_correct: Tensor, batch: Batch, rng: StepRng
