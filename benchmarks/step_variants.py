@@ -46,7 +46,6 @@ GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
 # Not in the product: each has to show here what it is worth.
 CANDIDATES: dict[str, dict[str, Any]] = {
-    "generator first": {"pretrain.GENERATOR_FIRST": True},
     "own adam": {"optim.KERNEL": True},
     "around": {"pretrain.COMPILED_AROUND": True},
     "sums kept": {"fused.SUMS_KEPT": True},
@@ -76,8 +75,6 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     **{name: {"settings": KERNELS, "set": values} for name, values in CANDIDATES.items()},
     "all new": {"settings": KERNELS, "set": SAFE},
     "all new, kept": {"settings": KERNELS, "set": {**SAFE, "fused.KEPT": 2**40}},
-    "all new, generator first": {"settings": KERNELS, "set": {**SAFE, **CANDIDATES["generator first"]}},
-    "all new, first, kept": {"settings": KERNELS, "set": {**SAFE, **CANDIDATES["generator first"], "fused.KEPT": 2**28}},
     "all new, norm in product": {
         "settings": KERNELS,
         "set": {**SAFE, **CANDIDATES["norm in product"]},

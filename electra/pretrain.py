@@ -66,9 +66,6 @@ from .runtime import Runtime
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 _SPARE = 0.02  # of a GPU's memory that a micro-batch found by trying leaves: not all is seen there
 
-# The generator's backward pass comes before the discriminator's forward pass, where the objective
-# allows it: their activations are never held together.
-GENERATOR_FIRST = False
 # What a step does around the networks, in some seventy small operations, is compiled as well.
 COMPILED_AROUND = False
 
@@ -470,7 +467,7 @@ class Trainer:
             return torch.compile(work, fullgraph=True, dynamic=False, backend=backend)
 
         self.forward = compiled(o)
-        if GENERATOR_FIRST and isinstance(o, WithGenerator) and o.generator_is_first:
+        if isinstance(o, WithGenerator) and o.generator_is_first:
             self.parts = compiled(o.generate_alone), compiled(o.learn)
         if COMPILED_AROUND and self.runtime.world == 1:
             self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)

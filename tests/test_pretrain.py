@@ -42,6 +42,7 @@ from electra.objectives import (
     Losses,
     ReplacedTokenDetection,
     SpecialIds,
+    WithGenerator,
     build_objective,
 )
 from electra.pretrain import pretrain
@@ -690,16 +691,16 @@ def test_a_crash_while_the_tokenizer_is_copied_leaves_no_half_of_it(
 
 def poison(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> None:
     """Losses that are not numbers at the given steps, counted from 0."""
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
 
-    def poisoned(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
-        losses = forward(self, batch, rng)
-        if is_bad(int(rng.step)):
+    def poisoned(self: ReplacedTokenDetection, *given: Any) -> Losses:
+        losses = learn(self, *given)
+        if is_bad(int(given[-1].step)):
             nan = float("nan")
             return losses._replace(total=losses.total * nan, disc=losses.disc * nan)
         return losses
 
-    monkeypatch.setattr(ReplacedTokenDetection, "forward", poisoned)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", poisoned)
 
 
 def weights_at(out: Path, step: int) -> dict[str, Tensor]:
@@ -838,13 +839,13 @@ def test_bad_steps_in_a_row_are_counted_across_a_resume(
 def test_a_spike_is_left_out_and_its_rule_survives_a_resume(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
 
-    def spiking(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
-        losses = forward(self, batch, rng)
-        return losses._replace(total=losses.total * (100 if int(rng.step) == 140 else 1))
+    def spiking(self: ReplacedTokenDetection, *given: Any) -> Losses:
+        losses = learn(self, *given)
+        return losses._replace(total=losses.total * (100 if int(given[-1].step) == 140 else 1))
 
-    monkeypatch.setattr(ReplacedTokenDetection, "forward", spiking)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", spiking)
     config = with_run(micro, train_steps=145, eval_every=145, save_every=145)
     config = changed(config, "optim.skip_spikes", True)
     pretrain(config, corpus, tmp_path / "whole", quiet=True)
@@ -867,13 +868,21 @@ def test_a_spike_in_a_compiled_step_is_left_out(
     """And the step that is compiled beforehand is no part of what a norm is judged by."""
     in_few_seconds(monkeypatch)
     monkeypatch.setattr(optimizer, "_WINDOW", 16)
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
 
-    def spiking(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
-        losses = forward(self, batch, rng)  # the step is a number of the device: compiled once
+    def spiking(
+        self: ReplacedTokenDetection,
+        k: Any,
+        mlm: Tensor,
+        mlm_correct: Tensor,
+        batch: Batch,
+        rng: StepRng,
+    ) -> Losses:
+        losses = learn(self, k, mlm, mlm_correct, batch, rng)
+        # The step is a number of the device: compiled once.
         return losses._replace(total=losses.total * torch.where(rng.step == 20, 100.0, 1.0))
 
-    monkeypatch.setattr(ReplacedTokenDetection, "forward", spiking)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", spiking)
     weights: list[Tensor] = []
     step = loop.Trainer.step
 
@@ -948,11 +957,16 @@ def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> li
     """A device that runs out of memory in the middle of a step with more than `limit` sequences at
     once, by stage if it says so; what was tried is told."""
     forward, add = ReplacedTokenDetection.forward, loop.Meter.add_losses
+    generate = ReplacedTokenDetection.generate_alone
     tried: list[tuple[str, int]] = []
 
     def watched(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
         tried.append((self.stage, len(batch.x)))
         return forward(self, batch, rng)
+
+    def watched_first(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Any:
+        tried.append((self.stage, len(batch.x)))
+        return generate(self, batch, rng)
 
     def add_losses(self: loop.Meter, losses: Losses) -> None:
         add(self, losses)
@@ -961,6 +975,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> li
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ReplacedTokenDetection, "forward", watched)
+    monkeypatch.setattr(ReplacedTokenDetection, "generate_alone", watched_first)
     monkeypatch.setattr(loop.Meter, "add_losses", add_losses)
     return tried
 
@@ -1327,8 +1342,8 @@ def test_what_is_compiled_for_one_seed_serves_the_others(
         trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
         trainer.load_block(0, [1e-3])
         trainer.train_step()
-    assert len(traced) == 2
-    assert traced[0] == traced[1]
+    assert len(traced) == 4  # the generator's part and the other one's
+    assert traced[:2] == traced[2:]
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
@@ -1350,7 +1365,7 @@ def test_a_generator_that_learns_first_makes_the_same_step(
     config = replace(micro, data=replace(micro.data, micro_batch=micro_batch))
     found: list[tuple[Tensor, Tensor]] = []
     for first in (False, True):
-        monkeypatch.setattr(loop, "GENERATOR_FIRST", first)
+        monkeypatch.setattr(WithGenerator, "generator_is_first", first)
         objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
         trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
         assert (trainer.parts is not None) == first
@@ -1383,7 +1398,7 @@ def test_what_is_compiled_around_the_networks_counts_as_before(
         here = replace(runtime(), compiled=around)
         objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
         trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
-        trainer.forward = objective
+        trainer.forward, trainer.parts = objective, None
         for step in range(3):
             trainer.load_block(step, [1e-3])
             with torch.no_grad():
@@ -1423,7 +1438,7 @@ def test_the_generators_activations_are_gone_before_the_discriminator_begins(
     monkeypatch.setattr(ReplacedTokenDetection, "states_at", remembered)
     monkeypatch.setattr(ReplacedTokenDetection, "learn", counted)
     for first in (False, True):
-        monkeypatch.setattr(loop, "GENERATOR_FIRST", first)
+        monkeypatch.setattr(WithGenerator, "generator_is_first", first)
         objective = build_objective(micro, corpus.vocab_size, SpecialIds(**corpus.special_ids))
         trainer = loop.Trainer(objective, Batches(corpus.train, micro, runtime()), micro, runtime())
         trainer.load_block(0, [1e-3])
