@@ -4,16 +4,18 @@
 
 Every variant is a process of its own: they compile side by side, and when all have, take turns on
 the device by a lock to measure. A variant is settings of the run (dotted, as on the command line),
-of torch's inductor, and values of the package's modules (`set`): what is not measured yet is a
-switch there. The table at the end has tokens per second, memory, the seconds until the first step,
-and the mean loss of the first steps, which are the same for all variants of a batch: they have to
-agree to about a thousandth. With `--profile` it has the kernels by kind of `plain` and of all
-variants of own kernels.
+of torch's inductor, and values of the package's modules (`set`), where a way that is not measured
+yet can have a switch; by its values it has a folder of compiled code of its own, since torch's key
+does not know what our operators are made of. The table at the end has tokens per second, memory,
+the seconds until the first step, and the mean loss of the first steps, which are the same for all
+variants of a batch: they have to agree to about a thousandth. With `--profile` it has the kernels
+by kind of `plain` and of all variants of own kernels.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib
 import json
 import os
@@ -40,45 +42,15 @@ from electra.objectives import SpecialIds, build_objective
 from electra.pretrain import Meter, Trainer, _memory_errors
 from electra.recipes import recipe
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TOGETHER = "STEP_VARIANTS_TOGETHER"  # how many processes were started
 FIRST = 64  # steps whose losses are compared
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
-# Not in the product: each has to show here what it is worth.
-CANDIDATES: dict[str, dict[str, Any]] = {
-    "own adam": {"optim.KERNEL": True},
-    "around": {"pretrain.COMPILED_AROUND": True},
-    "sums kept": {"fused.SUMS_KEPT": True},
-    "feed alone": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None}},
-    "feed ahead": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None, "STAGES": 2}},
-    "feed 32": {"kernels.LAYER_BACKWARD.FEED": {"maxnreg": None, "ROWS": 32}},
-    "norm paired": {"kernels.ADD_NORM_BACKWARD": {"PAIRED": True}},
-    "norm by warps": {
-        "kernels.ADD_NORM_BACKWARD": {
-            "ELEMENTS": 512,
-            "PROGRAMS": 1056,
-            "PAIRED": True,
-            "num_warps": 1,
-        },
-    },
-    "norm in product": {"fused.NORM_IN_PRODUCT": True},
-}
-SAFE = {
-    key: value
-    for name in ("own adam", "around", "norm by warps", "sums kept")
-    for key, value in CANDIDATES[name].items()
-}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
     "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
-    **{name: {"settings": KERNELS, "set": values} for name, values in CANDIDATES.items()},
-    "all new": {"settings": KERNELS, "set": SAFE},
-    "all new, kept": {"settings": KERNELS, "set": {**SAFE, "fused.KEPT": 2**40}},
-    "all new, norm in product": {
-        "settings": KERNELS,
-        "set": {**SAFE, **CANDIDATES["norm in product"]},
-    },
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -203,6 +175,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
         },
     )
     runtime = runtimes.start(config.run)
+    os.environ[CACHE] = cache_of(os.environ[CACHE], variant.get("set", {}))
     backend = variant.get("attention", {}).get("backend")
     if backend:
         for other in ("flash", "mem_efficient", "math", "cudnn"):
@@ -212,6 +185,12 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
     look = a.profile and (name == "plain" or "run.kernels" in variant.get("settings", {}))
     row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look, first=FIRST)
     return {"variant": name, "batch": batch, **row}
+
+
+def cache_of(folder: str, values: dict[str, Any]) -> str:
+    """Where to keep what is compiled with these values of the package's modules."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return f"{folder}/{digest[:16]}" if values else folder
 
 
 def put(path: str, value: Any) -> None:

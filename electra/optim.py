@@ -24,7 +24,6 @@ from .config import OptimConfig
 from .errors import CorruptError
 from .exchange import _ALIGN, Exchange
 
-KERNEL = False  # on a GPU, Adam is a kernel of `kernels` instead of torch's
 _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
 
 
@@ -63,8 +62,12 @@ class Adam:
         working_dtype: torch.dtype = torch.float32,
         multipliers: Mapping[str, float] | None = None,
         exchange: Exchange | None = None,
+        kernel: bool = False,
     ) -> None:
-        """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1."""
+        """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1.
+
+        kernel: update by an own kernel, where all is Adam's and in this process; else by torch's.
+        """
         self.config = config
         self.exchange = exchange or Exchange()
         named = dict(module.named_parameters())
@@ -104,11 +107,10 @@ class Adam:
             own = slot._replace(start=slot.start - bounds[1]) if half else slot
             parameter.data = own.of(self._shadow if half else self.master)
             self._grads.append(own.of(self._half_grad if half else self.grad))
-        # One pass over all buffers by an own kernel, which also writes the working copies.
-        self.kernel = KERNEL and device.type == "cuda" and kernels.available()
-        self.kernel = self.kernel and self.exchange.runtime is None and not hidden
+        self.kernel = kernel and self.exchange.runtime is None and not hidden
         self._narrow = False  # gradients of working copies are not widened: the kernel does it
-        self._table = self._by_chunk(multipliers or {}).to(device)
+        if self.kernel:
+            self._table = self._by_chunk(multipliers or {}).to(device)
         self._groups, factors = self._by_rate(multipliers or {}, hidden)
         self._matrices = self._by_shape(multipliers or {}, hidden)
         self._factors = torch.tensor(factors, device=device)
@@ -283,24 +285,32 @@ class Adam:
         self.exchange.wait()
 
     def step(self, lr: Tensor, step: Tensor) -> Tensor:
-        """Clip by the global norm and update; returns the norm before clipping, on the device.
-
-        The update is the kernel behind torch.optim.AdamW(fused=True): one pass over memory on
-        every device, with the clip as its gradient scale and the skip as its overflow flag.
-        """
+        """Clip by the global norm and update; returns the norm before clipping, on the device."""
         c = self.config
-        narrow = self._half_grad if self._narrow else None
-        if self.kernel:
-            found = kernels.sums_of_squares(self.grad, narrow, self._working)
-        else:
-            found = self.exchange.norm(self.grad)
-        norm, divisor, skip, t, rates = self.judge(found, lr, step)
-        if self.kernel:
+        if self.kernel:  # one pass for the norm, one for all the rest, working copies as well
+            narrow = self._half_grad if self._narrow else None
+            squares = kernels.sums_of_squares(self.grad, narrow, self._working)
+            norm, divisor, skip, t, _ = self.judge(squares, lr, step)
             state = (self.master, self.grad, narrow, self.m, self.v, self._shadow, self._working)
             scalars, betas = (lr, divisor, skip, t), (c.beta1, c.beta2)
             kernels.adam(*state, self._table, scalars, betas, c.epsilon)
+        else:
+            norm, divisor, skip, t, rates = self.judge(self.exchange.norm(self.grad), lr, step)
+            self._update(lr, rates, divisor, skip, t)
+        self.exchange.hand_round(self.master)
+        if self.mean is not None:
+            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
+            self.mean.lerp_(self.master, weight)
+        if not self.kernel:
+            self._refresh()
+        return norm
+
+    def _update(self, lr: Tensor, rates: Tensor, divisor: Tensor, skip: Tensor, t: Tensor) -> None:
+        """By the kernel behind torch.optim.AdamW(fused=True), with the clip as its gradient scale
+        and the skip as its overflow flag; matrices of Muon by `_muon`."""
+        c = self.config
         for i, (decay, parts) in enumerate(self._groups):
-            if self.kernel or not parts:  # all of them in other processes' shares
+            if not parts:  # all of them in other processes' shares
                 continue
             p, g, m, v = map(list, zip(*parts, strict=True))
             with self._beside(i):
@@ -327,13 +337,6 @@ class Adam:
                 self._muon(ps, gs, ms, rate, divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-        self.exchange.hand_round(self.master)
-        if self.mean is not None:
-            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
-            self.mean.lerp_(self.master, weight)
-        if not self.kernel:
-            self._refresh()
-        return norm
 
     def judge_norm(self, found: Tensor, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """What the norm means for the step, and count it if it is bad.

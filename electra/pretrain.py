@@ -66,9 +66,6 @@ from .runtime import Runtime
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 _SPARE = 0.02  # of a GPU's memory that a micro-batch found by trying leaves: not all is seen there
 
-# What a step does around the networks, in some seventy small operations, is compiled as well.
-COMPILED_AROUND = False
-
 
 def pretrain(
     config: PretrainConfig,
@@ -419,6 +416,7 @@ class Trainer:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
         self.idle = objective.idle()
+        self.has_kernels = _use_kernels(objective, config, runtime)
         # The first step that this optimizer makes: the second of two stages has one of its own.
         self.first_step = (config.switch_step or 0) if objective.stage == "discriminator" else 0
         self.optimizer = Adam(
@@ -430,8 +428,8 @@ class Trainer:
                 **dict.fromkeys(self.idle, 0.0),
             },
             exchange=Exchange(runtime, sharded=config.run.sharding == "optimizer"),
+            kernel=self.has_kernels,
         )
-        self.has_kernels = _use_kernels(objective, config, runtime)
         self.forward: Callable[[Batch, StepRng], Losses] = objective
         # The same in two parts, where the generator learns first.
         self.parts: tuple[Callable[..., Any], Callable[..., Losses]] | None = None
@@ -459,6 +457,8 @@ class Trainer:
 
     def _compile(self) -> None:
         o = self.objective
+        if self.runtime.compiled:  # no more than eight versions of a function, says torch
+            torch.compiler.reset()
 
         def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
             if not self.runtime.compiled:
@@ -469,7 +469,7 @@ class Trainer:
         self.forward = compiled(o)
         if isinstance(o, WithGenerator) and o.generator_is_first:
             self.parts = compiled(o.generate_alone), compiled(o.learn)
-        if COMPILED_AROUND and self.runtime.world == 1:
+        if self.runtime.world == 1:  # the some seventy small operations around the networks
             self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)
             self.close = compiled(close_step)
             self.optimizer.judge = compiled(self.optimizer.judge_norm)
@@ -631,9 +631,8 @@ class Trainer:
             ran_out = True
         # Only here is the error gone, which held on to every tensor of the step.
         failed = self.runtime.any(ran_out)
-        if failed and self.runtime.compiled:  # for this size alone; and torch counts the sizes
-            torch.compiler.reset()
-            self._compile()
+        if failed:
+            self._compile()  # what there is was for this size alone
         gc.collect()
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1394,7 +1394,6 @@ def test_what_is_compiled_around_the_networks_counts_as_before(
     config = replace(micro, optim=replace(micro.optim, skip_spikes=True))
     found: list[list[Tensor]] = []
     for around in (False, True):
-        monkeypatch.setattr(loop, "COMPILED_AROUND", around)
         here = replace(runtime(), compiled=around)
         objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
         trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
@@ -1417,6 +1416,23 @@ def test_what_is_compiled_around_the_networks_counts_as_before(
     assert int(found[0][3]) == 1  # of the bad steps
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_process_compiles_as_many_runs_as_it_likes(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives up at the ninth version of a function."""
+    work, eager = torch.compile, {"backend": "eager"}
+    monkeypatch.setattr(loop.torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
+    here = replace(runtime(), compiled=True)
+    for batch_size in range(1, 11):
+        config = replace(micro, data=replace(micro.data, batch_size=batch_size))
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        trainer.forward, trainer.parts = objective, None  # these would take long
+        trainer.load_block(0, [1e-3])
+        trainer.train_step()
+        assert int(trainer.counter) == 1
 
 
 def test_the_generators_activations_are_gone_before_the_discriminator_begins(

@@ -1,4 +1,4 @@
-"""benchmarks/step_variants.py: every candidate is a switch that is there, and off."""
+"""benchmarks/step_variants.py: variants that set values of the package."""
 
 from __future__ import annotations
 
@@ -31,23 +31,40 @@ def value_of(path: str) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", step_variants.CANDIDATES)
-def test_a_candidate_is_off_until_its_variant_sets_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
+SETTING = [name for name, variant in step_variants.VARIANTS.items() if "set" in variant]
+VALUES = [value for name in SETTING for value in step_variants.VARIANTS[name]["set"].items()]
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        *VALUES,
+        ("kernels.ADD_NORM_BACKWARD", {"STAGES": 2}),
+        ("kernels.LAYER_BACKWARD.FEED", {"maxnreg": None}),
+    ],
+)
+def test_a_value_of_a_module_is_set(
+    path: str, wanted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path, wanted in step_variants.CANDIDATES[name].items():
-        module, first, *_ = path.split(".")
-        own = getattr(MODULES[module], first)
-        monkeypatch.setattr(MODULES[module], first, copy.deepcopy(own))
-        before = copy.deepcopy(value_of(path))
-        step_variants.put(path, wanted)
-        after = value_of(path)
-        assert before != after
-        if isinstance(before, dict):
-            assert after == {**before, **wanted}
-            assert after.keys() == before.keys()  # no option that the kernel does not have
-        else:
-            assert (before, after) == (False, True)
+    module, first, *_ = path.split(".")
+    own = getattr(MODULES[module], first)
+    monkeypatch.setattr(MODULES[module], first, copy.deepcopy(own))
+    before = copy.deepcopy(value_of(path))
+    step_variants.put(path, wanted)
+    after = value_of(path)
+    assert before != after
+    assert after == ({**before, **wanted} if isinstance(before, dict) else wanted)
+
+
+def test_what_is_compiled_with_other_values_lies_in_other_folders() -> None:
+    """torch would take one for the other: its key does not know our operators."""
+    values = [variant.get("set", {}) for variant in step_variants.VARIANTS.values()]
+    different = {str(value) for value in values}
+    assert len(different) == 1 + len(SETTING)
+    folders = {step_variants.cache_of("here", value) for value in values}
+    assert len(folders) == len(different)
+    assert step_variants.cache_of("here", {}) == "here"
+    assert all(folder.startswith("here") for folder in folders)
 
 
 def test_a_switch_that_is_not_there_is_an_error() -> None:
