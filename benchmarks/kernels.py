@@ -124,37 +124,6 @@ def product_add_norm(N: int, D: int, like: Like, *, times: int) -> Case:
     return Case((x, w, b, h, gamma, beta), ours, plain, x.nbytes + 3 * h.nbytes + w.nbytes)
 
 
-def product_norm_backward(N: int, D: int, like: Like, *, times: int, again: bool = False) -> Case:
-    """From `times` D columns; beside it cuBLAS and `add_norm_backward`, which the product takes."""
-    (dy, s, gamma, beta), *_ = add_norm(N, D, like)
-    s32 = s.float()
-    mean, rstd = s32.mean(1), (s32.var(1, correction=0) + 1e-6).rsqrt()
-    x = torch.randn(N, times * D, **like)
-    w = torch.randn(times * D, D, **like) / (times * D) ** 0.5
-
-    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
-        x, w, dy, s, mean, rstd, gamma, beta = inputs
-        ds, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
-            (x @ w + dy).float(), s.float(), (D,), mean[:, None], rstd[:, None], gamma, beta,
-            [True] * 3,
-        )  # fmt: skip
-        y = (s.float() - mean[:, None]) * rstd[:, None] * gamma + beta
-        return ds.to(s.dtype), dgamma, dbeta, ds.sum(0), *([y.to(s.dtype)] if again else [])
-
-    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
-        x, w, dy, *rest, beta = inputs
-        more = (beta, torch.empty_like(dy)) if again else None
-        if config:
-            ds, sums = kernels.product_norm_backward(x, w, dy, *rest, config, again=more)
-        else:
-            ds, sums = kernels.add_norm_backward(x @ w, dy, *rest, again=more)
-        parts = kernels.column_sums([sums])[0].view(3, D)
-        return ds, *parts, *(() if more is None else more[1:])
-
-    moved = x.nbytes + (3 + again) * s.nbytes + w.nbytes
-    return Case((x, w, dy, s, mean, rstd, gamma, beta), ours, plain, moved)
-
-
 def gelu(N: int, D: int, like: Like) -> Case:
     pre = 2 * torch.randn(N, 4 * D, **like)
 
@@ -212,14 +181,8 @@ def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((qkv, mask), ours, plain, 4 * B * T * H * K * qkv.itemsize)
 
 
-def backward(
-    qkv: Tensor,
-    mask: Tensor,
-    do: Tensor,
-    config: Config,
-    kept: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, ...]:
-    dqkv, sums = kernels.attention_backward(qkv, mask, do, config, kept)
+def backward(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
+    dqkv, sums = kernels.attention_backward(qkv, mask, do, config)
     return dqkv, kernels.column_sums([sums])[0]
 
 
@@ -239,20 +202,13 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
 
 
-def attention_backward(
-    B: int, T: int, H: int, K: int, like: Like, *, sums_kept: bool = False
-) -> Case:
+def attention_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     whole = attention_and_backward(B, T, H, K, like)
-    kept, (qkv, mask, do) = None, whole.inputs
-    if sums_kept:
-        lse = torch.empty(H, B * T, device=qkv.device)
-        kept = (kernels.attention(qkv, mask, lse=lse), lse)
 
     def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
         return whole.plain(*inputs)[1:]
 
-    ours = partial(backward, kept=kept)
-    return Case((qkv, mask, do), ours, plain, (8 if sums_kept else 7) * do.nbytes)
+    return Case(whole.inputs, backward, plain, 7 * whole.inputs[2].nbytes)
 
 
 # A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
@@ -272,7 +228,7 @@ def layer(B: int, T: int, D: int, like: Like) -> Case:
 
     def ours(x: Tensor, mask: Tensor, *weights: Tensor, config: Config) -> tuple[Tensor, ...]:
         if not config:
-            return (fused.block(x, mask, list(weights), 1, 1e-6)[0],)
+            return (fused.block(x, mask, list(weights), 1, 1e-6, True)[0],)
         return (kernels.layer(x, mask, list(weights), 1e-6, config)[0],)
 
     x = torch.randn(B, T, D, **like)
@@ -288,7 +244,7 @@ def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
     x, mask, *weights = forward.inputs
     dy = torch.randn_like(x)
     kept: dict[bool, list[Tensor]] = {
-        True: list(fused.block(x, mask, weights, 1, 1e-6)[1:]),
+        True: list(fused.block(x, mask, weights, 1, 1e-6, True)[1:]),
         False: list(kernels.layer(x, mask, weights, 1e-6)[1:]),
     }
 
@@ -420,27 +376,18 @@ ROWS = [(16384, 256), (131072, 256), (16384, 64), (131072, 64)]
 LN, LN_BACK, GELU_BACK = kernels.ADD_NORM, kernels.ADD_NORM_BACKWARD, kernels.GELU_BACKWARD
 LN_BACKS = [
     LN_BACK,
-    LN_BACK | {"PAIRED": True},
-    LN_BACK | {"PAIRED": True, "PROGRAMS": 528},
-    LN_BACK | {"PAIRED": True, "STAGES": 4},
-    LN_BACK | {"PAIRED": True, "ELEMENTS": 1024, "PROGRAMS": 528, "num_warps": 2},
-    LN_BACK | {"PAIRED": True, "ELEMENTS": 512, "PROGRAMS": 528, "num_warps": 1},
-    LN_BACK | {"PAIRED": True, "ELEMENTS": 512, "PROGRAMS": 1056, "num_warps": 1},
-    LN_BACK | {"PAIRED": True, "ELEMENTS": 1024, "PROGRAMS": 1056, "num_warps": 1},
+    LN_BACK | {"PROGRAMS": 528},
+    LN_BACK | {"PROGRAMS": 2112},
+    LN_BACK | {"STAGES": 4},
+    LN_BACK | {"ELEMENTS": 1024},
+    LN_BACK | {"ELEMENTS": 1024, "PROGRAMS": 528, "num_warps": 2},
+    LN_BACK | {"ELEMENTS": 2048, "PROGRAMS": 264, "num_warps": 4},
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
 ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
-BACK = kernels.PRODUCT_NORM_BACKWARD
-BACKWARD_PRODUCTS = [
-    {},
-    BACK,
-    BACK | {"num_stages": 3},
-    BACK | {"num_warps": 16},
-    BACK | {"ROWS": 64, "num_stages": 3},
-]
 LOGITS = [(2560, 30522, 30528), (20480, 30522, 30528)]
 ENTRIES = {
     "add_norm": Entry(
@@ -499,34 +446,12 @@ ENTRIES = {
         ],
         compiled=False,
     ),
-    "attention backward, sums kept": Entry(
-        partial(attention_backward, sums_kept=True),
-        HEADS[:2],
-        (2, 20, 2, 16),
-        [
-            kernels.ATTENTION_BACKWARD,
-            kernels.ATTENTION_BACKWARD | {"maxnreg": None},
-            kernels.ATTENTION_BACKWARD | {"maxnreg": None, "num_warps": 4},
-            kernels.ATTENTION_BACKWARD | {"maxnreg": None, "HEADS": 4, "STAGES": 2},
-        ],
-        compiled=False,
-    ),
     "product and add_norm, out": Entry(
         partial(product_add_norm, times=1), ROWS[:2], (9, 48), PRODUCTS, compiled=False
     ),
     "product and add_norm, down": Entry(
         partial(product_add_norm, times=4), ROWS[:2], (9, 48), PRODUCTS, compiled=False
     ),
-    **{
-        f"product and add_norm_backward, {name}": Entry(
-            partial(product_norm_backward, times=times, again=again),
-            ROWS[:2],
-            (9, 48),
-            BACKWARD_PRODUCTS,
-            compiled=False,
-        )
-        for name, times, again in (("up", 4, False), ("up again", 4, True), ("qkv", 3, False))
-    },
     "layer": Entry(layer, LAYERS, (2, 20, 16), [{}, kernels.LAYER], compiled=False),
     "layer backward": Entry(
         layer_backward,
@@ -539,11 +464,7 @@ ENTRIES = {
                 LAYER_BACK | {kernel: LAYER_BACK[kernel] | change}
                 for kernel, change in (
                     ("FEED", {"maxnreg": None}),
-                    ("FEED", {"STAGES": 2, "maxnreg": None}),
-                    ("FEED", {"num_warps": 8, "maxnreg": 128}),
-                    ("FEED", {"ROWS": 32, "maxnreg": None}),
-                    ("FEED", {"ROWS": 32, "STAGES": 2, "maxnreg": None}),
-                    ("FEED", {"ROWS": 32, "num_warps": 2, "maxnreg": None}),
+                    ("FEED", {"ROWS": 128, "num_warps": 8, "maxnreg": None}),
                     ("ATTEND", {"maxnreg": None}),
                     ("WEIGHTS", {"STRIPS": 66}),
                 )

@@ -44,11 +44,9 @@ CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
 }  # fmt: skip
 ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
-ADD_NORM_BACKWARD: Config = {
-    "ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "PAIRED": False, "num_warps": 4
-}  # fmt: skip
+# Warps that work alone: sums of rows do not travel between them.
+ADD_NORM_BACKWARD: Config = {"ELEMENTS": 512, "PROGRAMS": 1056, "STAGES": 3, "num_warps": 1}
 PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
-PRODUCT_NORM_BACKWARD: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
 GELU: Config = {"ELEMENTS": 2048, "num_warps": 4}
 GELU_BACKWARD: Config = {
     "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 3, "num_warps": 4
@@ -57,12 +55,10 @@ LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
 # Its weights' gradients, summed on chip, would fill the registers: one program on a multiprocessor
 # would wait for itself. What they are made of, written out, leaves room for several.
 LAYER_BACKWARD: Config = {
-    "FEED": {"ROWS": 64, "STAGES": 1, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
 }
-
-
 CHUNK = 64  # of flat buffers: parameters begin at multiples of it
 SQUARES: Config = {"ROWS": 64, "PROGRAMS": 528, "STAGES": 1, "num_warps": 8}
 ADAM: Config = {"ROWS": 16, "num_warps": 8}  # 16 bytes of float32 a thread, one way to lie
@@ -79,14 +75,12 @@ def jit(kernel: Any) -> Any:
 # Attention
 
 
-def attention(
-    qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION, lse: Tensor | None = None
-) -> Tensor:
+def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> Tensor:
     """softmax(q kᵀ / √K) v over all heads, (B, T, H K).
 
     qkv: (B, T, 3, H, K), T ≤ MOST_TOKENS, K 16, 32 or 64. mask: (B, T) bool, true on tokens, or
     None when nothing is padded; int32: tokens see those of the same number, 0 or more. A query that
-    sees no key gets zeros. lse: (H, B T) float32 takes log2 Σ exp of the scores, if it is given.
+    sees no key gets zeros.
     """
     B, T, _, H, K = qkv.shape
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
@@ -94,7 +88,7 @@ def attention(
     wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
     shape["ROWS"] = min(shape["TILE"], 32 if wide else config["ROWS"])
     grid = (B * H, triton.cdiv(T, shape["ROWS"]))
-    _attention[grid](qkv, mask, o, lse, B * T, T, LOG2_E / math.sqrt(K), **shape)
+    _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
     return o
 
 
@@ -103,12 +97,10 @@ def attention_backward(
     mask: Tensor | None,
     do: Tensor,
     config: Config = ATTENTION_BACKWARD,
-    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (B, 3 H K).
 
-    The probabilities are computed again from qkv. With `kept`, what `attention` gave and its lse,
-    that takes one product and two sums less.
+    The probabilities are computed again from qkv: nothing else of the forward pass is kept.
     """
     B, T, _, H, K = qkv.shape
     dqkv = torch.empty_like(qkv)
@@ -116,10 +108,7 @@ def attention_backward(
     shape = _attention_shape(qkv, mask, config)
     shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
     grid = (B * H // shape["HEADS"],)
-    o, lse = kept or (None, None)
-    _attention_backward[grid](
-        qkv, mask, do, o, lse, dqkv, partial, B * T, T, 1 / math.sqrt(K), **shape
-    )
+    _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
     return dqkv, partial
 
 
@@ -179,7 +168,7 @@ def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
 
 @jit
 def _attention(
-    qkv, mask, o, lse, N, T, scale,
+    qkv, mask, o, T, scale,
     H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -194,9 +183,7 @@ def _attention(
     k = _load_head(x + H * K, key, T, column, 3 * H * K)
     v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
     seen = _seen(_keys_seen(mask, b, key, T, PACKED), mask, b, query, key, T, PACKED)
-    p, total, top = _softmax(q, k, seen, scale, PRECISION)
-    if lse is not None:
-        tl.store(lse + h.to(tl.int64) * N + b * T + query, top + tl.log2(total), query < T)
+    p, total, _ = _softmax(q, k, seen, scale, PRECISION)
     a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
     tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
@@ -204,7 +191,7 @@ def _attention(
 
 @jit
 def _attention_backward(
-    qkv, mask, do, o, lse, dqkv, partial, N, T, slope,
+    qkv, mask, do, dqkv, partial, T, slope,
     H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -229,13 +216,8 @@ def _attention_backward(
         k = _load_head(x + H * K, token, T, column, 3 * H * K)
         v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
         da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
-        if lse is None:
-            p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-            p = (p * (1.0 / total)[:, None]).to(q.dtype)
-        else:
-            at_h = lse + h.to(tl.int64) * N + b * T
-            top = tl.load(at_h + token, token < T, float("inf"))
-            p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION).to(q.dtype)
+        p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+        p = (p * (1.0 / total)[:, None]).to(q.dtype)
         dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
         tl.store(at + 2 * H * K, dv.to(q.dtype), token[:, None] < T)
         # Shares of anything add up to 1: all values together get all of da. And what all keys have
@@ -245,10 +227,7 @@ def _attention_backward(
             given *= tl.max(keys.to(tl.float32), 0)
         tl.store(sums + 2 * H * K, given)
         tl.store(sums + H * K, tl.zeros((K,), tl.float32))
-        if o is None:
-            a = tl.dot(p, v, input_precision=PRECISION)
-        else:
-            a = _load_head(o + b * T * (H * K) + h * K, token, T, column, H * K).to(tl.float32)
+        a = tl.dot(p, v, input_precision=PRECISION)
         level = tl.sum(a * da.to(tl.float32), 1) * slope
         dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp * slope - level[:, None]).to(q.dtype)
@@ -331,9 +310,10 @@ def add_norm_backward(
     N, D = s.shape
     ds = torch.empty_like(s)
     kernel, rows = _rows_of(config, D)
-    most = kernel.pop("PROGRAMS") * (
-        1 if N < 65536 else 2
-    )  # few write fewer sums, many read faster
+    warps = max(1, rows["WIDTH"] // config["ELEMENTS"])  # of a row that is more than one holds
+    kernel["num_warps"] *= warps
+    many = 1 if N < 65536 else 2  # few programs write fewer sums, many read faster
+    most = many * kernel.pop("PROGRAMS") // warps
     programs, steps = _strips(N, rows["ROWS"], most)
     partial = torch.empty(programs, 3 * D, dtype=torch.float32, device=s.device)
     _add_norm_backward[(programs,)](
@@ -350,7 +330,7 @@ def _add_pairs(a, b, c, d):
 @jit
 def _add_norm_backward(
     dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
+    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     in_columns = column < D
@@ -377,10 +357,8 @@ def _add_norm_backward(
         dgamma += gradient * normal
         dbeta += gradient
         gradient *= g[None, :]
-        if PAIRED:  # both sums travel between threads together
-            along, level = tl.reduce((gradient * normal, gradient), 1, _add_pairs)
-        else:
-            along, level = tl.sum(gradient * normal, 1), tl.sum(gradient, 1)
+        # Both sums travel between threads together.
+        along, level = tl.reduce((gradient * normal, gradient), 1, _add_pairs)
         along /= D
         level /= D
         out = (gradient - level[:, None] - normal * along[:, None]) * scale[:, None]
@@ -445,73 +423,6 @@ def _product_add_norm(
     row = first + tl.arange(0, ROWS)
     tl.store(mean + row, mu, row < N)
     tl.store(rstd + row, scale, row < N)
-
-
-def product_norm_backward(
-    x: Tensor,
-    w: Tensor,
-    dy: Tensor,
-    s: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    gamma: Tensor,
-    config: Config = PRODUCT_NORM_BACKWARD,
-    again: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`add_norm_backward(x w, dy, …)` of x (N, C) and w (C, D), D ≤ 256; the product is not stored,
-    and it is not rounded before dy is added."""
-    _check(x, w, dy, s, mean, rstd, gamma)
-    beta, y = again or (None, None)
-    (N, C), D = x.shape, w.shape[1]
-    kernel, width = dict(config), max(16, triton.next_power_of_2(D))
-    rows, inner = kernel.pop("ROWS"), min(kernel.pop("INNER"), C & -C)  # divides C
-    ds = torch.empty_like(s)
-    partial = torch.empty(triton.cdiv(N, rows), 3 * D, dtype=torch.float32, device=s.device)
-    tiles = ((x, rows, inner), (w, inner, width), *((t, rows, width) for t in (dy, s, ds)))
-    _product_norm_backward[(len(partial),)](
-        *(TensorDescriptor.from_tensor(t, list(tile)) for t, *tile in tiles),
-        None if y is None else TensorDescriptor.from_tensor(y, [rows, width]),
-        mean, rstd, gamma, beta, partial, N, C, D, rows, width, inner,
-        "ieee" if x.dtype == torch.float32 else "tf32", **kernel,
-    )  # fmt: skip
-    return ds, partial
-
-
-@jit
-def _product_norm_backward(
-    x, w, dy, s, ds, y, mean, rstd, gamma, beta, partial, N, C: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One program: ROWS rows. Rows behind N and columns behind D are zero in all that is read."""
-    first = tl.program_id(0) * ROWS
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for k in range(0, C, INNER):
-        left = x.load([first, k])
-        total = tl.dot(left, w.load([k, 0]), total, input_precision=PRECISION)
-    total += dy.load([first, 0]).to(tl.float32)
-    row = first + tl.arange(0, ROWS)
-    column = tl.arange(0, WIDTH)
-    in_columns = column < D
-    mu = tl.load(mean + row, row < N, 0.0)
-    scale = tl.load(rstd + row, row < N, 0.0)
-    g = tl.load(gamma + column, in_columns, 0.0)
-    partial += tl.program_id(0) * (3 * D) + column
-    # s is read anew for each use: beside the sum of the product, registers have no room for it.
-    along = total * ((s.load([first, 0]).to(tl.float32) - mu[:, None]) * scale[:, None])
-    tl.store(partial, tl.sum(along, 0), in_columns)
-    tl.store(partial + D, tl.sum(total, 0), in_columns)
-    total *= g[None, :]
-    along = tl.sum(along * g[None, :], 1) / D
-    level = tl.sum(total, 1) / D
-    normal = (s.load([first, 0]).to(tl.float32) - mu[:, None]) * scale[:, None]
-    total = (total - level[:, None] - normal * along[:, None]) * scale[:, None]
-    total = tl.where(in_columns[None, :], total, 0.0)
-    ds.store([first, 0], total.to(ds.dtype))
-    tl.store(partial + 2 * D, tl.sum(total, 0), in_columns)
-    if y is not None:
-        c = tl.load(beta + column, in_columns, 0.0)
-        normal = (s.load([first, 0]).to(tl.float32) - mu[:, None]) * scale[:, None]
-        y.store([first, 0], (normal * g[None, :] + c[None, :]).to(y.dtype))
 
 
 # GELU
@@ -766,8 +677,7 @@ def _layer(
 @jit
 def _feed_backward(
     dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps,
-    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS tokens, back to ds; sums for both layer norms."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -784,7 +694,7 @@ def _feed_backward(
     tl.store(left + 4 * D + F, da, ok)
     h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
     tl.store(right, h, ok)
-    for c in tl.range(0, F, D, num_stages=STAGES):
+    for c in range(0, F, D):
         up = _square(w1, c, 0, D, D)
         bias = tl.load(b1 + c + column).to(tl.float32)
         pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]
