@@ -151,7 +151,8 @@ class Block(nn.Module):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
             if fused.stays_on_chip(h, c):
                 return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
-            keep, H = fused.keeps(h, c, self.layer), c.attention_heads
+            kept = fused.kept_layers(c, h.shape[0] * h.shape[1])
+            keep, H = self.layer >= c.layers - kept, c.attention_heads
             return fused.block(h, mask, self.tensors(), H, c.layer_norm_eps, keep)[0]
         a = self.out(self.attend(h, mask, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, c.dropout, rng, self.site))

@@ -8,7 +8,7 @@ kernel of `kernels`:
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
 
 The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities are computed again,
-and so are h and act where they would take too much memory (`keeps`). To the compiler both are one
+and so are h and act where they would take too much memory (`KEPT`). To the compiler both are one
 opaque call each, so that 24 blocks take no longer to compile than one. `Block` itself is the
 definition: tests hold this file against it.
 """
@@ -45,13 +45,10 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
 
 
-def keeps(x: Tensor, config: EncoderConfig, layer: int) -> bool:
-    """Whether a layer keeps h and act: as many as fit do, the last ones, which need them first.
-
-    x: (B, T, D), what comes in. layer: from 0.
-    """
-    each = x.shape[0] * x.shape[1] * (config.hidden_size + config.ffn_size) * x.itemsize
-    return (config.layers - layer) * each <= KEPT
+def kept_layers(config: EncoderConfig, tokens: int) -> int:
+    """How many layers keep h and act of so many tokens: the last ones, which need them first."""
+    each = 2 * tokens * (config.hidden_size + config.ffn_size)  # bytes in bfloat16
+    return min(config.layers, KEPT // each)
 
 
 # All twelve tensors of a block, in this order, are `weights`:

@@ -15,7 +15,7 @@ from torch import Tensor
 from electra import fused, kernels
 from electra.config import EncoderConfig
 from electra.corruption import lay_out, sample
-from electra.encoder import Block
+from electra.encoder import Block, Embeddings, Encoder
 from electra.objectives import Batch, SpecialIds, build_objective
 from electra.randomness import StepRng
 from electra.recipes import recipe
@@ -531,11 +531,26 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
         torch.library.opcheck(fused.layer_backward, arguments, test_utils=tests)
 
 
-@pytest.mark.parametrize(("batch", "layers"), [(128, range(12)), (1024, range(5, 12))])
-def test_the_last_layers_keep_what_fits(batch: int, layers: range) -> None:
+def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = recipe("small").encoder
-    x = torch.empty(batch, 128, small.hidden_size, dtype=torch.bfloat16, device="meta")
-    assert [i for i in range(small.layers) if fused.keeps(x, small, i)] == list(layers)
+    assert fused.kept_layers(small, 128 * 128) == 12
+    assert fused.kept_layers(small, 1024 * 128) == 7
+    given: list[bool] = []
+    real = fused.block
+
+    def watched(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        return real(*arguments)
+
+    monkeypatch.setattr(fused, "block", watched)
+    config = block_of(48, 80, 3, 20).config
+    encoder = Encoder(replace(config, layers=3), Embeddings(config, 30)).to(DEVICE)
+    for block in encoder.blocks:
+        block.fused = True  # pyright: ignore[reportArgumentType]
+    x = torch.zeros(2, 20, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(fused, "KEPT", 2 * x.numel() * (48 + 80) * 2)
+    encoder(x, x, None, None)
+    assert given == [False, True, True]
 
 
 @pytest.mark.parametrize(
