@@ -228,7 +228,7 @@ def layer(B: int, T: int, D: int, like: Like) -> Case:
 
     def ours(x: Tensor, mask: Tensor, *weights: Tensor, config: Config) -> tuple[Tensor, ...]:
         if not config:
-            return (fused.block(x, mask, list(weights), 1, 1e-6)[0],)
+            return (fused.block(x, mask, list(weights), 1, 1e-6, True)[0],)
         return (kernels.layer(x, mask, list(weights), 1e-6, config)[0],)
 
     x = torch.randn(B, T, D, **like)
@@ -244,7 +244,7 @@ def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
     x, mask, *weights = forward.inputs
     dy = torch.randn_like(x)
     kept: dict[bool, list[Tensor]] = {
-        True: list(fused.block(x, mask, weights, 1, 1e-6)[1:]),
+        True: list(fused.block(x, mask, weights, 1, 1e-6, True)[1:]),
         False: list(kernels.layer(x, mask, weights, 1e-6)[1:]),
     }
 
@@ -265,6 +265,48 @@ def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
         return dx, *(g.view_as(w) for g, w in zip(parts[:8:2], weights[:8:2], strict=True))
 
     return Case((dy, *forward.inputs), ours, plain, 7 * x.nbytes)
+
+
+# The optimizer: flat buffers of S numbers, of which the stretch from A to Z has working copies
+
+
+def adam(S: int, A: int, Z: int, like: Like) -> Case:
+    """Norm, clip and update. The plain way is what torch has kernels for, as `optim` calls them."""
+    where, device = slice(A, Z), like["device"]
+    p, wide, m, v = (torch.randn(S, device=device) for _ in range(4))
+    v = v.abs()
+    narrow, copy = torch.randn(Z - A, **like), torch.zeros(Z - A, **like)
+    groups = torch.tensor([[1.0, 0.01]], device=device).repeat(S // kernels.CHUNK, 1)
+    rate, steps = torch.tensor(1e-2, device=device), torch.tensor(7.0, device=device)
+
+    def scalars(square: Tensor) -> tuple[Tensor, Tensor]:
+        norm = square.sqrt()
+        return norm.clamp(min=1.0), (~norm.isfinite()).float()
+
+    def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
+        p, wide, narrow, m, v, copy = inputs
+        squares = kernels.sums_of_squares(wide, narrow, where, config.get("SQUARES", SQUARES))
+        divisor, skip = scalars(squares.sum())
+        kernels.adam(
+            p, wide, narrow, m, v, copy, where, groups, (rate, divisor, skip, steps),
+            (0.9, 0.999), 1e-6, config.get("ADAM", ADAM),
+        )  # fmt: skip
+        return p, m, v, copy
+
+    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
+        p, wide, narrow, m, v, copy = inputs
+        wide[where].copy_(narrow)
+        divisor, skip = scalars(wide.norm().square())
+        torch._fused_adamw_(
+            [p], [wide], [m], [v], [], [steps], lr=rate, beta1=0.9, beta2=0.999,
+            weight_decay=0.01, eps=1e-6, amsgrad=False, maximize=False, grad_scale=divisor,
+            found_inf=skip,
+        )  # fmt: skip
+        copy.copy_(p[where])
+        return p, m, v, copy
+
+    moved = 2 * (p.nbytes + m.nbytes + v.nbytes) + 2 * (wide.nbytes - (Z - A) * 4)
+    return Case((p, wide, narrow, m, v, copy), ours, plain, moved + 3 * narrow.nbytes)
 
 
 # Cross-entropy: N rows, V tokens, in rows of W; E with the products
@@ -334,16 +376,15 @@ ROWS = [(16384, 256), (131072, 256), (16384, 64), (131072, 64)]
 LN, LN_BACK, GELU_BACK = kernels.ADD_NORM, kernels.ADD_NORM_BACKWARD, kernels.GELU_BACKWARD
 LN_BACKS = [
     LN_BACK,
-    LN_BACK | {"STAGES": 1},
-    LN_BACK | {"STAGES": 2},
-    LN_BACK | {"PROGRAMS": 132},
-    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "num_warps": 8},
-    LN_BACK | {"PROGRAMS": 132, "ELEMENTS": 4096, "STAGES": 4, "num_warps": 8},
     LN_BACK | {"PROGRAMS": 528},
-    LN_BACK | {"PROGRAMS": 1056, "ELEMENTS": 1024},
-    LN_BACK | {"PROGRAMS": 264, "ELEMENTS": 4096, "num_warps": 8},
+    LN_BACK | {"PROGRAMS": 2112},
+    LN_BACK | {"STAGES": 4},
+    LN_BACK | {"ELEMENTS": 1024},
+    LN_BACK | {"ELEMENTS": 1024, "PROGRAMS": 528, "num_warps": 2},
+    LN_BACK | {"ELEMENTS": 2048, "PROGRAMS": 264, "num_warps": 4},
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
+ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
@@ -428,6 +469,18 @@ ENTRIES = {
                     ("WEIGHTS", {"STRIPS": 66}),
                 )
             ),
+        ],
+        compiled=False,
+    ),
+    "adam": Entry(
+        adam,
+        [(14_254_080, 3_972_480, 14_111_744)],  # of `small`
+        (1024, 128, 896),
+        [
+            {"ADAM": ADAM},
+            *({"ADAM": ADAM | {"ROWS": r, "num_warps": w}} for r, w in ((8, 4), (16, 4), (32, 8))),
+            {"SQUARES": SQUARES | {"PROGRAMS": 264}},
+            {"SQUARES": SQUARES | {"PROGRAMS": 1056, "ROWS": 32, "num_warps": 4}},
         ],
         compiled=False,
     ),
@@ -581,7 +634,8 @@ def attempt(label: str, do: Callable[[], str | None]) -> bool:
 
 def compare(case: Case, config: Config) -> str:
     exact = (
-        x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.inputs
+        x.to(torch.float32, copy=True) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in case.inputs
     )
     expected = case.plain(*exact)
     inputs = (x.clone() if isinstance(x, Tensor) else x for x in case.inputs)

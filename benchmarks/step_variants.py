@@ -2,16 +2,21 @@
 
     python benchmarks/step_variants.py --corpus CORPUS --out OUT --variants plain gemm pointwise
 
-Every variant is a process of its own: they compile side by side, and take turns on the device by a
-lock when they measure. A variant is settings of the run (dotted, as on the command line), of
-torch's inductor, and of `fused`; the table at the end has tokens per second and the seconds until
-the first step, and for `--profile` the kernels by kind of `plain`, `kernels` and the variants of
-`fused`.
+Every variant is a process of its own: they compile side by side, and when all have, take turns on
+the device by a lock to measure. A variant is settings of the run (dotted, as on the command line),
+of torch's inductor, and values of the package's modules (`set`), where a way that is not measured
+yet can have a switch; by its values it has a folder of compiled code of its own, since torch's key
+does not know what our operators are made of. The table at the end has tokens per second, memory,
+the seconds until the first step, and the mean loss of the first steps, which are the same for all
+variants of a batch: they have to agree to about a thousandth. With `--profile` it has the kernels
+by kind of `plain` and of all variants of own kernels.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import importlib
 import json
 import os
 import re
@@ -28,22 +33,24 @@ from typing import Any
 import torch
 import tyro
 
-from electra import fused
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.flops import matmul_flops_per_token
 from electra.objectives import SpecialIds, build_objective
-from electra.pretrain import Trainer, _memory_errors
+from electra.pretrain import Meter, Trainer, _memory_errors
 from electra.recipes import recipe
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+TOGETHER = "STEP_VARIANTS_TOGETHER"  # how many processes were started
+FIRST = 64  # steps whose losses are compared
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
-    "kept": {"settings": KERNELS, "fused": {"KEPT": 2**40}},
-    "computed again": {"settings": KERNELS, "fused": {"KEPT": 0}},
+    "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
+    "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -92,13 +99,24 @@ def main() -> None:
         (a.out / f"{name} {batch}.json").write_text(json.dumps(measure(a, name, batch), indent=1))
         return
     command = [sys.executable, __file__, *sys.argv[1:], "--child"]
+    for old in a.out.glob("*.ready"):
+        old.unlink()
+    many = str(len(a.batch) * len(a.variants))
     children: dict[str, subprocess.Popen[bytes]] = {}
     for batch in a.batch:
         for name in a.variants:
             with open(a.out / f"{name} {batch}.log", "w") as log:
                 children[f"{name} {batch}"] = subprocess.Popen(
-                    [*command, name, str(batch)], stdout=log, stderr=subprocess.STDOUT
+                    [*command, name, str(batch)],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=os.environ | {TOGETHER: many},
                 )
+    while running := [c for c in children.values() if c.poll() is None]:
+        for child in children.values():
+            if child not in running:  # nobody waits for one that failed
+                (a.out / f"{child.pid}.ready").touch()
+        time.sleep(0.2)
     rows: list[dict[str, Any]] = []
     for name, child in children.items():
         if child.wait() == 0:
@@ -107,18 +125,30 @@ def main() -> None:
             last = (a.out / f"{name}.log").read_text().strip().splitlines()[-1:]
             rows.append({"variant": name, "failed": last})
     (a.out / "step_variants.json").write_text(json.dumps(rows, indent=1))
-    print(f"{'variant':20} {'batch':>6} {'tokens/s':>12} {'MFU':>6} {'ready after':>12}")
+    print(
+        f"{'variant':26} {'batch':>6} {'tokens/s':>11} {'from':>11} {'to':>11} {'ms':>7} {'GiB':>6}"
+        f" {'MFU':>6} {'ready':>6} {'mlm':>8} {'disc':>8} {'norm':>7}"
+    )
     for row in rows:
         if "failed" in row:
-            print(f"{row['variant']:20} failed: {row['failed']}")
+            print(f"{row['variant']:26} failed: {row['failed']}")
             continue
-        best = sorted(row["tokens_per_second"])[len(row["tokens_per_second"]) // 2]
+        least, *_, most = rates = sorted(row["tokens_per_second"])
+        best = rates[len(rates) // 2]
+        tokens = row["batch"] * row["config"]["data"]["sequence_length"]
+        first = row["first_losses"]
         print(
-            f"{row['variant']:20} {row['batch']:>6} {best:12,.0f} {best * row['share']:6.1%}"
-            f" {row['ready_seconds']:10.0f} s {row.get('peak_memory_gib', 0):6.1f} GiB"
+            f"{row['variant']:26} {row['batch']:>6} {best:11,.0f} {least:11,.0f} {most:11,.0f}"
+            f" {1000 * tokens / best:7.3f} {row.get('peak_memory_gib', 0):6.2f}"
+            f" {best * row['share']:6.1%} {row['ready_seconds']:4.0f} s"
+            f" {first['mlm']:8.4f} {first['disc']:8.5f} {first['norm']:7.3f}"
         )
     for row in rows:
-        for kind, (milliseconds, count) in row.get("kinds", {}).items():
+        if "kinds" not in row:
+            continue
+        times, counts = zip(*row["kinds"].values(), strict=True)
+        print(f"{row['variant']} {row['batch']}: {sum(times):.3f} ms in {sum(counts):.0f} kernels")
+        for kind, (milliseconds, count) in row["kinds"].items():
             print(f"  {kind:20} {milliseconds:8.3f} ms in {count:5.0f} kernels")
         for name, milliseconds in row.get("kernels", []):
             print(f"    {milliseconds:8.3f} ms  {name[:110]}")
@@ -131,8 +161,8 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
 
     for key, value in variant.get("inductor", {}).items():
         setattr(inductor, key, value)
-    for key, value in variant.get("fused", {}).items():
-        setattr(fused, key, value)
+    for path, value in variant.get("set", {}).items():
+        put(path, value)
     corpus = Corpus.open(a.corpus)
     config = changed(
         recipe(a.recipe),
@@ -145,15 +175,37 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
         },
     )
     runtime = runtimes.start(config.run)
+    os.environ[CACHE] = cache_of(os.environ[CACHE], variant.get("set", {}))
     backend = variant.get("attention", {}).get("backend")
     if backend:
         for other in ("flash", "mem_efficient", "math", "cudnn"):
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and (name in ("plain", "kernels") or "fused" in variant)
-    row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look)
+    look = a.profile and (name == "plain" or "run.kernels" in variant.get("settings", {}))
+    row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look, first=FIRST)
     return {"variant": name, "batch": batch, **row}
+
+
+def cache_of(folder: str, values: dict[str, Any]) -> str:
+    """Where to keep what is compiled with these values of the package's modules."""
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return f"{folder}/{digest[:16]}" if values else folder
+
+
+def put(path: str, value: Any) -> None:
+    """Set a value of a module of the package. Settings of a kernel change in place: functions have
+    them as defaults."""
+    module, *names, last = path.split(".")
+    holder: Any = importlib.import_module(f"electra.{module}")
+    for name in names:
+        holder = holder[name] if isinstance(holder, dict) else getattr(holder, name)
+    old = holder[last] if isinstance(holder, dict) else getattr(holder, last)
+    if isinstance(old, dict):
+        old.update(value)
+    else:
+        assert type(old) is type(value), (path, old, value)
+        setattr(holder, last, value)
 
 
 def timed(
@@ -165,8 +217,9 @@ def timed(
     seconds: float,
     *,
     profile: bool = False,
+    first: int = 1,
 ) -> dict[str, Any]:
-    """Compile the step beside others, then time it alone on the device."""
+    """Compile the step beside others, make the `first` steps, then time it alone on the device."""
     begin = time.perf_counter()
     batches = Batches(corpus.train, config, runtime)
     special = SpecialIds(**corpus.special_ids)
@@ -189,11 +242,13 @@ def timed(
 
     with _memory_errors(lambda: trainer):
         trainer.record()
-        steps(1)
+        steps(first)
+    sums = dict(zip(Meter.FIELDS, trainer.meter.sums.tolist(), strict=True))
     row: dict[str, Any] = {
         "padded": batches.padded,
         "own_kernels": trainer.has_kernels,
         "ready_seconds": time.perf_counter() - begin,
+        "first_losses": {name: sums[name] / first for name in ("mlm", "disc", "norm", "steps")},
         "config": to_dict(config),
         "environment": runtime.describe(),
     }
@@ -247,7 +302,10 @@ def changed(config: PretrainConfig, settings: dict[str, Any]) -> PretrainConfig:
 
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
-    """One variant at a time on the device."""
+    """One variant at a time on the device, once no other one keeps the cores busy."""
+    (out / f"{os.getpid()}.ready").touch()
+    while len(list(out.glob("*.ready"))) < int(os.environ.get(TOGETHER, "1")):
+        time.sleep(0.2)
     with open(out / "device.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

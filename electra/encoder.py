@@ -36,7 +36,7 @@ class Encoder(nn.Module):
         E, D = config.embedding_size, config.hidden_size
         self.project = nn.Linear(E, D) if E != D else None
         self.blocks = nn.ModuleList(
-            Block(config, site=site + 3 * i + 1) for i in range(config.layers)
+            Block(config, site=site + 3 * i + 1, layer=i) for i in range(config.layers)
         )
         self.site = site  # keys of the dropout draws, apart for every place in an encoder
 
@@ -130,9 +130,9 @@ class Embeddings(nn.Module):
 class Block(nn.Module):
     """h ← LN(h + Attention(h)); h ← LN(h + FFN(h))."""
 
-    def __init__(self, config: EncoderConfig, *, site: int) -> None:
+    def __init__(self, config: EncoderConfig, *, site: int, layer: int = 0) -> None:
         super().__init__()
-        self.config, self.site = config, site
+        self.config, self.site, self.layer = config, site, layer
         self.fused = False  # set from outside: compute by the kernels of `fused`
         D, F_ = config.hidden_size, config.ffn_size
         self.qkv = nn.Linear(D, 3 * D)  # rows: queries, keys, values
@@ -151,7 +151,9 @@ class Block(nn.Module):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
             if fused.stays_on_chip(h, c):
                 return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
-            return fused.block(h, mask, self.tensors(), c.attention_heads, c.layer_norm_eps)[0]
+            kept = fused.kept_layers(c, h.shape[0] * h.shape[1])
+            keep, H = self.layer >= c.layers - kept, c.attention_heads
+            return fused.block(h, mask, self.tensors(), H, c.layer_norm_eps, keep)[0]
         a = self.out(self.attend(h, mask, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, c.dropout, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside

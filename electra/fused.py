@@ -7,10 +7,10 @@ kernel of `kernels`:
     qkv = x Wᵀ + b │ o = attention(qkv) │ a = o Wᵀ + b │ s = x + a, h = LN(s)
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
 
-The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities, h and act are
-computed again, the latter two only where they are large. To the compiler both are one opaque call
-each, so that 24 blocks take no longer to compile than one. `Block` itself is the definition: tests
-hold this file against it.
+The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities are computed again,
+and so are h and act where they would take too much memory (`KEPT`). To the compiler both are one
+opaque call each, so that 24 blocks take no longer to compile than one. `Block` itself is the
+definition: tests hold this file against it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .config import EncoderConfig, PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 
-# Bytes of act up to which a layer keeps it, and h, for the backward pass: a step of `small` with
-# batch 128 gains 0.8 % by act for 0.4 GiB. With batch 1,024 both would be 3.7 GiB, so they are
-# computed again.
-KEPT = 2**26
+# Bytes of h and act that a network keeps for the backward pass. With batch 128 all layers of
+# `small` do, in 0.5 GiB, which makes a step 0.8 % shorter. With batch 1,024 that would be 3.7 GiB
+# and 3 %: 7 of 12 do, which should stay below 12 GiB in all.
+KEPT = 9 * 2**28
 
 
 def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
@@ -45,6 +45,12 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
 
 
+def kept_layers(config: EncoderConfig, tokens: int) -> int:
+    """How many layers keep h and act of so many tokens: the last ones, which need them first."""
+    each = 2 * tokens * (config.hidden_size + config.ffn_size)  # bytes in bfloat16
+    return min(config.layers, KEPT // each)
+
+
 # All twelve tensors of a block, in this order, are `weights`:
 #   qkv.weight, qkv.bias, out.weight, out.bias, up.weight, up.bias, down.weight, down.bias in the
 #   working type, then the gains and biases of both layer norms in float32: attention, feed-forward.
@@ -52,11 +58,11 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
 
 @torch.library.custom_op("electra::block", mutates_args=())
 def block(
-    x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act, s' and statistics (4, B T).
 
-    h and act are empty if they are not kept.
+    keep: h and act as well; else they are empty.
     """
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
@@ -68,7 +74,7 @@ def block(
     pre = torch.addmm(b1, h, w1.t())
     act = kernels.gelu(pre)
     y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
-    h, act = (h, act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
+    h, act = (h, act) if keep else (x.new_empty(0), x.new_empty(0))
     return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
 
 
@@ -82,14 +88,15 @@ def _add_norm(
 
 
 @block.register_fake
-def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float) -> Any:
+def _(
+    x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float, keep: bool
+) -> Any:
     del mask, heads, eps
     B, T, D = x.shape
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
     statistics = x.new_empty(4, B * T, dtype=torch.float32)
-    act = torch.empty_like(inner)
-    h, act = (one[2], act) if act.nbytes <= KEPT else (x.new_empty(0), x.new_empty(0))
+    h, act = (one[2], torch.empty_like(inner)) if keep else (x.new_empty(0), x.new_empty(0))
     return x.new_empty(B, T, D), wide, one[0], one[1], h, inner, act, one[3], statistics
 
 
@@ -145,7 +152,7 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, mask, weights, heads, _ = inputs
+    x, mask, weights, heads, _, _ = inputs
     ctx.heads, ctx.many = heads, len(weights)
     ctx.set_materialize_grads(False)  # only y is used by others
     ctx.save_for_backward(x, mask, *weights, *output[1:])
@@ -160,7 +167,7 @@ def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
     parts = (D, D, D, D, D, D, 3 * D, len(w1))
     g2, c2, _, g1, c1, _, _, _ = sums.split(parts)
     _, _, b2, _, _, bo, bqkv, b1 = half.split(parts)
-    return dx, None, [wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2], None, None
+    return dx, None, [wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2], None, None, None
 
 
 block.register_autograd(_backward, setup_context=_keep)

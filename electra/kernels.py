@@ -44,7 +44,8 @@ CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
 }  # fmt: skip
 ADD_NORM: Config = {"ELEMENTS": 2048, "num_warps": 4}
-ADD_NORM_BACKWARD: Config = {"ELEMENTS": 2048, "PROGRAMS": 264, "STAGES": 3, "num_warps": 4}
+# Warps that work alone: sums of rows do not travel between them.
+ADD_NORM_BACKWARD: Config = {"ELEMENTS": 512, "PROGRAMS": 1056, "STAGES": 3, "num_warps": 1}
 PRODUCT_ADD_NORM: Config = {"ROWS": 128, "INNER": 64, "num_warps": 8, "num_stages": 4}
 GELU: Config = {"ELEMENTS": 2048, "num_warps": 4}
 GELU_BACKWARD: Config = {
@@ -58,6 +59,9 @@ LAYER_BACKWARD: Config = {
     "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
 }
+CHUNK = 64  # of flat buffers: parameters begin at multiples of it
+SQUARES: Config = {"ROWS": 64, "PROGRAMS": 528, "STAGES": 1, "num_warps": 8}
+ADAM: Config = {"ROWS": 16, "num_warps": 8}  # 16 bytes of float32 a thread, one way to lie
 
 
 def available() -> bool:
@@ -306,15 +310,21 @@ def add_norm_backward(
     N, D = s.shape
     ds = torch.empty_like(s)
     kernel, rows = _rows_of(config, D)
-    most = kernel.pop("PROGRAMS") * (
-        1 if N < 65536 else 2
-    )  # few write fewer sums, many read faster
+    warps = max(1, rows["WIDTH"] // config["ELEMENTS"])  # of a row that is more than one holds
+    kernel["num_warps"] *= warps
+    many = 1 if N < 65536 else 2  # few programs write fewer sums, many read faster
+    most = many * kernel.pop("PROGRAMS") // warps
     programs, steps = _strips(N, rows["ROWS"], most)
     partial = torch.empty(programs, 3 * D, dtype=torch.float32, device=s.device)
     _add_norm_backward[(programs,)](
         dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D, STEPS=steps, **rows, **kernel
     )  # fmt: skip
     return ds, partial
+
+
+@jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
 
 
 @jit
@@ -347,8 +357,10 @@ def _add_norm_backward(
         dgamma += gradient * normal
         dbeta += gradient
         gradient *= g[None, :]
-        along = tl.sum(gradient * normal, 1) / D
-        level = tl.sum(gradient, 1) / D
+        # Both sums travel between threads together.
+        along, level = tl.reduce((gradient * normal, gradient), 1, _add_pairs)
+        along /= D
+        level /= D
         out = (gradient - level[:, None] - normal * along[:, None]) * scale[:, None]
         dbias += out
         tl.store(ds + at, out.to(ds.dtype.element_ty), ok)
@@ -924,6 +936,130 @@ def _cross_entropy_backward(
         tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
         total += tl.sum(g, 0)
     tl.store(partial + tl.program_id(1) * W + column, total, mask=column < W)
+
+
+# The optimizer: flat buffers in chunks, whose parameters have one rate and one decay each
+
+
+def sums_of_squares(
+    wide: Tensor, narrow: Tensor | None, where: slice, config: Config = SQUARES
+) -> Tensor:
+    """Partial sums of g², (P,) float32. g: (S,) float32 is `wide`; if `narrow` is given, it has the
+    stretch `where` instead, in its own type."""
+    _check(wide, *(() if narrow is None else (narrow,)))
+    begin, end, chunks = _chunks(wide, narrow, where)
+    kernel = dict(config)
+    programs, steps = _strips(chunks, kernel["ROWS"], kernel.pop("PROGRAMS"))
+    partial = torch.empty(programs, dtype=torch.float32, device=wide.device)
+    _sums_of_squares[(programs,)](wide, narrow, partial, chunks, begin, end, steps, CHUNK, **kernel)
+    return partial
+
+
+@jit
+def _load_gradient(wide, narrow, row, ok, begin, end, CHUNK: tl.constexpr):
+    """(rows, CHUNK) float32: rows from begin to end are the narrow ones, if there are any."""
+    at = row[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    if narrow is None:
+        g = tl.load(wide + at, ok, 0.0)
+    else:
+        works = ((row >= begin) & (row < end))[:, None]
+        others = ((row < begin) | (row >= end))[:, None]
+        g = tl.load(wide + at, ok & others, 0.0)
+        g += tl.load(narrow + at - begin * CHUNK, ok & works, 0.0).to(tl.float32)
+    return g
+
+
+@jit
+def _sums_of_squares(
+    wide, narrow, partial, N, begin, end, STEPS: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((ROWS, CHUNK), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (step * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        g = _load_gradient(wide, narrow, row, (row < N)[:, None], begin, end, CHUNK)
+        total += g * g
+    tl.store(partial + tl.program_id(0), tl.sum(tl.sum(total, 1), 0))
+
+
+def adam(
+    p: Tensor,
+    wide: Tensor,
+    narrow: Tensor | None,
+    m: Tensor,
+    v: Tensor,
+    copy: Tensor,
+    where: slice,
+    groups: Tensor,
+    scalars: tuple[Tensor, Tensor, Tensor, Tensor],
+    betas: tuple[float, float],
+    eps: float,
+    config: Config = ADAM,
+) -> None:
+    """One step of Adam with decoupled weight decay on p, m, v (S,), in place, as torch's fused one.
+
+    The gradient is as in `sums_of_squares`. copy: p of the stretch `where` in its working type.
+    groups: (S / CHUNK, 2) float32, factor of the rate and weight decay of each chunk. scalars, ()
+    float32 each: rate, what the gradient is divided by, 1 if nothing is to change, steps so far.
+    """
+    _check(p, wide, m, v, copy, groups, *(() if narrow is None else (narrow,)))
+    begin, end, chunks = _chunks(wide, copy, where)
+    assert narrow is None or len(narrow) == len(copy), (narrow.shape, copy.shape)
+    assert len(groups) == chunks, (groups.shape, chunks)
+    logs = tuple(math.log(beta) if beta else -1e9 for beta in betas)
+    _adam[(triton.cdiv(chunks, config["ROWS"]),)](
+        p, wide, narrow, m, v, copy, groups, *scalars, chunks, begin, end,
+        *(1 - beta for beta in betas), *logs, eps, CHUNK, **config,
+    )  # fmt: skip
+
+
+def _chunks(wide: Tensor, narrow: Tensor | None, where: slice) -> tuple[int, int, int]:
+    """First and last of the narrow chunks, and how many there are in all."""
+    assert len(wide) < 2**31, "places are 32 bits wide"
+    assert narrow is None or len(narrow) == where.stop - where.start, (narrow.shape, where)
+    assert all(place % CHUNK == 0 for place in (len(wide), where.start, where.stop)), where
+    return where.start // CHUNK, where.stop // CHUNK, len(wide) // CHUNK
+
+
+@jit
+def _correction(steps, log):
+    """1 − exp(steps · log), also where that is tiny; log < 0."""
+    y = steps * log
+    small = tl.maximum(y, -0.5)
+    series = 1.0 + small * (1.0 / 9)
+    for k in tl.static_range(8, 1, -1):
+        series = 1.0 + small * (1.0 / k) * series
+    return tl.where(y > -0.5, -small * series, 1.0 - tl.exp(y))
+
+
+@jit
+def _adam(
+    p, wide, narrow, m, v, copy, groups, rate, divisor, skip, steps, N, begin, end,
+    beta1, beta2, log1, log2, eps, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS chunks. beta1 and beta2 are 1 − β."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_rows = row < tl.where(tl.load(skip) == 0.0, N, 0)
+    ok = in_rows[:, None]
+    at = row[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    t = tl.load(steps)
+    size = tl.load(rate) * tl.load(groups + 2 * row, in_rows, 0.0)
+    decay = size * tl.load(groups + 2 * row + 1, in_rows, 0.0)
+    size = size / _correction(t, log1)
+    slope = 1.0 / tl.sqrt_rn(_correction(t, log2))
+    g = _load_gradient(wide, narrow, row, ok, begin, end, CHUNK) / tl.load(divisor)
+    first = tl.load(m + at, ok, 0.0)
+    first += (g - first) * beta1
+    tl.store(m + at, first, ok)
+    second = tl.load(v + at, ok, 0.0)
+    second += (g * g - second) * beta2
+    tl.store(v + at, second, ok)
+    x = tl.load(p + at, ok, 0.0)
+    x -= decay[:, None] * x
+    x -= size[:, None] * first / (tl.sqrt_rn(second) * slope + eps)
+    tl.store(p + at, x, ok)
+    works = ((row >= begin) & (row < end))[:, None]
+    tl.store(copy + at - begin * CHUNK, x.to(copy.dtype.element_ty), ok & works)
 
 
 # What they share

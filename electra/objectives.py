@@ -373,15 +373,42 @@ class WithGenerator(Objective):
         return proposal_logits(g, batch.x.gather(1, m.at), temperature, c.disallow_correct)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:
-        c = self.config.objective
         if self.stage == "generator":  # of two: the discriminator is not even computed
             m, x_masked = self.mask(batch, rng)
             return self.mlm_alone(self.propose(x_masked, m, batch, rng, training=True)[1], m, batch)
+        return self.learn(*self.generate(batch, rng), batch, rng)
+
+    @property
+    def generator_is_first(self) -> bool:
+        """Whether the generator's loss is L_MLM, which needs nothing of the other network.
+
+        Then a step can take its gradient before that network is computed, so that the activations
+        of both are never held at once: `generate_alone`, backward, `learn`, backward.
+        """
+        is_mlm = type(self).generator_loss is WithGenerator.generator_loss
+        return is_mlm and self.stage == "joint" and self.generator is not None
+
+    def generate(self, batch: Batch, rng: StepRng) -> tuple[Corruption, Tensor, Tensor]:
+        """What the generator makes of the batch, L_MLM, and how many guesses are right."""
         k = self.corrupt(batch, rng, training=True)
         zero = torch.zeros((), device=batch.x.device)
-        mlm, mlm_correct = zero, zero.long()
-        if self.generator is not None:
-            mlm, mlm_correct = self.mlm_loss(k.g, k.m, batch, k.guess)
+        if self.generator is None:
+            return k, zero, zero.long()
+        return k, *self.mlm_loss(k.g, k.m, batch, k.guess)
+
+    def generate_alone(self, batch: Batch, rng: StepRng) -> tuple[Corruption, Tensor, Tensor]:
+        """The same, of which only L_MLM leads back into the generator: `learn` may come later."""
+        k, mlm, mlm_correct = self.generate(batch, rng)
+        nothing = batch.x.new_empty(0)
+        # Not _replace: torch 2.11 does not compile a tuple that was made so and is returned.
+        alone = Corruption(k.m, k.x_masked, None, nothing, k.x_hat, k.x_corrupt)
+        return alone, mlm, mlm_correct
+
+    def learn(
+        self, k: Corruption, mlm: Tensor, mlm_correct: Tensor, batch: Batch, rng: StepRng
+    ) -> Losses:
+        """The losses, given what the generator made."""
+        c = self.config.objective
         main = self.main_loss(k, batch, rng)
         total = c.disc_weight * main.loss
         if batch.disc_share is not None:

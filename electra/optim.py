@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from . import kernels
 from .config import OptimConfig
 from .errors import CorruptError
 from .exchange import _ALIGN, Exchange
@@ -61,8 +62,12 @@ class Adam:
         working_dtype: torch.dtype = torch.float32,
         multipliers: Mapping[str, float] | None = None,
         exchange: Exchange | None = None,
+        kernel: bool = False,
     ) -> None:
-        """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1."""
+        """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1.
+
+        kernel: update by an own kernel, where all is Adam's and in this process; else by torch's.
+        """
         self.config = config
         self.exchange = exchange or Exchange()
         named = dict(module.named_parameters())
@@ -102,6 +107,10 @@ class Adam:
             own = slot._replace(start=slot.start - bounds[1]) if half else slot
             parameter.data = own.of(self._shadow if half else self.master)
             self._grads.append(own.of(self._half_grad if half else self.grad))
+        self.kernel = kernel and self.exchange.runtime is None and not hidden
+        self._narrow = False  # gradients of working copies are not widened: the kernel does it
+        if self.kernel:
+            self._table = self._by_chunk(multipliers or {}).to(device)
         self._groups, factors = self._by_rate(multipliers or {}, hidden)
         self._matrices = self._by_shape(multipliers or {}, hidden)
         self._factors = torch.tensor(factors, device=device)
@@ -135,11 +144,24 @@ class Adam:
         self._awaited: set[int] = set()  # gradients to come, between `expect` and `finish`
         self._missing: Counter[int] = Counter()  # how many of them, by piece
         self._arrived: dict[int, Tensor] = {}  # those that are not yet in the buffer
+        self.judge = self.judge_norm  # or the same, compiled
         self._first = True
+        self._earlier: Sequence[Tensor | None] | None = None
         self.hooks = [
             parameter.register_hook(partial(self._arrive, i))
             for i, parameter in enumerate(self.parameters if self.exchange.pieces > 1 else [])
         ]
+
+    def _by_chunk(self, multipliers: Mapping[str, float]) -> Tensor:
+        """(chunks, 2): factor of the rate, and weight decay, as `kernels.adam` takes them."""
+        assert _ALIGN % kernels.CHUNK == 0, "a chunk would belong to two parameters"
+        table = torch.zeros(len(self.master) // kernels.CHUNK, 2)
+        for slot in self.slots:
+            decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
+            end = slot.start + slot.shape.numel()
+            rows = slice(slot.start // kernels.CHUNK, -(-end // kernels.CHUNK))
+            table[rows] = torch.tensor([multipliers.get(slot.name, 1.0), decay])
+        return table
 
     def _by_rate(
         self, multipliers: Mapping[str, float], hidden: set[str]
@@ -203,12 +225,17 @@ class Adam:
             own[self._is_half[i]][0].append(self._grads[i])
             own[self._is_half[i]][1].append(grad)
         (wide, wide_grads), (half, half_grads) = own
+        if self._narrow and not first:  # there are: what waits makes room
+            self.grad[self._working].copy_(self._half_grad)
         if wide and first:
             torch._foreach_copy_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
         elif wide:
             torch._foreach_add_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
         if half:
             torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
+        self._narrow = self.kernel and first
+        if self._narrow:  # perhaps there are no others: the kernel reads both buffers
+            return
         begin, end = self._working.start, self._working.stop
         if piece is not None:
             part = self.exchange.piece(piece, len(self.grad))
@@ -221,17 +248,21 @@ class Adam:
             else:
                 self.grad[begin:end].add_(widened)
 
-    def expect(self, *, first: bool) -> None:
-        """Before the backward pass of the last micro-batch: its gradients leave as they come."""
+    def expect(self, *, first: bool, earlier: Sequence[Tensor | None] | None = None) -> None:
+        """Before the backward pass of the last micro-batch: its gradients leave as they come.
+
+        earlier: what a pass before it gave, if its loss has two terms; they are added.
+        """
         self._first, self._awaited = first, set(range(len(self.slots)))
+        self._earlier = earlier
         self._missing = Counter(number for pieces in self._pieces for number in pieces)
 
-    def _arrive(self, i: int, grad: Tensor) -> None:
+    def _arrive(self, i: int, grad: Tensor | None) -> None:
         """One gradient is complete. The order is that of the graph: every process has the same."""
         if i not in self._awaited:
             return
         self._awaited.remove(i)
-        self._arrived[i] = grad
+        (self._arrived[i],) = added(self._earlier and self._earlier[i : i + 1], (grad,))
         for number in self._pieces[i]:
             self._missing[number] -= 1
             if self._missing[number] == 0:
@@ -244,29 +275,40 @@ class Adam:
         """What a backward pass that was broken off has left behind."""
         self._awaited.clear()
         self._arrived.clear()
+        self._earlier = None
 
-    def finish(self, grads: Sequence[Tensor]) -> None:
+    def finish(self, grads: Sequence[Tensor | None]) -> None:
         """After that pass: what no hook has seen goes now, then all that was sent is waited for."""
         for i in sorted(self._awaited):
             self._arrive(i, grads[i])
+        self._earlier = None
         self.exchange.wait()
 
     def step(self, lr: Tensor, step: Tensor) -> Tensor:
-        """Clip by the global norm and update; returns the norm before clipping, on the device.
-
-        The update is the kernel behind torch.optim.AdamW(fused=True): one pass over memory on
-        every device, with the clip as its gradient scale and the skip as its overflow flag.
-        """
+        """Clip by the global norm and update; returns the norm before clipping, on the device."""
         c = self.config
-        norm = self.exchange.norm(self.grad)
-        good = norm.isfinite()
-        if c.skip_spikes:
-            good = good & ~self._is_spike(norm)
-        skip = (~(good & self.live)).float()
-        divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
-        # Far along, both corrections are exactly 1: that is Adam without them.
-        t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
-        rates = lr * self._factors
+        if self.kernel:  # one pass for the norm, one for all the rest, working copies as well
+            narrow = self._half_grad if self._narrow else None
+            squares = kernels.sums_of_squares(self.grad, narrow, self._working)
+            norm, divisor, skip, t, _ = self.judge(squares, lr, step)
+            state = (self.master, self.grad, narrow, self.m, self.v, self._shadow, self._working)
+            scalars, betas = (lr, divisor, skip, t), (c.beta1, c.beta2)
+            kernels.adam(*state, self._table, scalars, betas, c.epsilon)
+        else:
+            norm, divisor, skip, t, rates = self.judge(self.exchange.norm(self.grad), lr, step)
+            self._update(lr, rates, divisor, skip, t)
+        self.exchange.hand_round(self.master)
+        if self.mean is not None:
+            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
+            self.mean.lerp_(self.master, weight)
+        if not self.kernel:
+            self._refresh()
+        return norm
+
+    def _update(self, lr: Tensor, rates: Tensor, divisor: Tensor, skip: Tensor, t: Tensor) -> None:
+        """By the kernel behind torch.optim.AdamW(fused=True), with the clip as its gradient scale
+        and the skip as its overflow flag; matrices of Muon by `_muon`."""
+        c = self.config
         for i, (decay, parts) in enumerate(self._groups):
             if not parts:  # all of them in other processes' shares
                 continue
@@ -295,15 +337,27 @@ class Adam:
                 self._muon(ps, gs, ms, rate, divisor, skip)
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
-        self.bad_steps += ~good & self.live
-        self.bad_in_a_row.copy_(torch.where(good, 0, self.bad_in_a_row + self.live))
-        torch.maximum(self.worst_in_a_row, self.bad_in_a_row, out=self.worst_in_a_row)
-        self.exchange.hand_round(self.master)
-        if self.mean is not None:
-            weight = (9 / (step + 10)).clamp(min=1 - c.average) * (1 - skip)
-            self.mean.lerp_(self.master, weight)
-        self._refresh()
-        return norm
+
+    def judge_norm(self, found: Tensor, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        """What the norm means for the step, and count it if it is bad.
+
+        found: () the norm, or (P,) sums of squares of parts. The norm; what the gradient is divided
+        by; 1 if nothing is to change, else 0; steps for the corrections; the rate of each group.
+        """
+        c = self.config
+        norm = found if found.dim() == 0 else found.sum().sqrt()
+        good = norm.isfinite()
+        if c.skip_spikes:
+            good = good & ~self._is_spike(norm)
+        skip = (~(good & self.live)).float()
+        divisor = norm.clamp(min=c.max_grad_norm) / c.max_grad_norm
+        # Far along, both corrections are exactly 1: that is Adam without them.
+        t = (step + 1).float() if c.bias_correction else torch.full_like(norm, 1e9)
+        self.bad_steps.add_(~good & self.live)
+        in_a_row = torch.where(good, 0, self.bad_in_a_row + self.live)
+        self.bad_in_a_row.copy_(in_a_row)
+        self.worst_in_a_row.copy_(torch.maximum(self.worst_in_a_row, in_a_row))
+        return norm, divisor, skip, t, lr * self._factors
 
     def _muon(
         self,
@@ -413,6 +467,16 @@ class Adam:
             if whole is not own:
                 own.copy_(self.exchange.mine(whole).flatten())
         self._refresh()
+
+
+def added(earlier: Sequence[Tensor | None] | None, grads: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients of a sum of two terms, each None where its term does not lead to a parameter."""
+    total: list[Tensor] = []
+    for a, b in zip(earlier or [None] * len(grads), grads, strict=True):
+        one = b if a is None else a
+        assert one is not None, "a parameter has no gradient"
+        total.append(one if a is None or b is None else a + b)
+    return total
 
 
 def orthogonal(u: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from .config import EncoderConfig, PretrainConfig
 from .flops import matmul_flops_per_token, paper_flops
-from .objectives import SpecialIds, objective_class
+from .objectives import MaskedLM, SpecialIds, WithGenerator, objective_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,8 @@ class Plan:
     state_bytes: int
     # Roughly what one sequence keeps for the backward pass in bf16; twice as much in fp32.
     activation_bytes_per_sequence: int
-    kernel_bytes_per_sequence: int  # the same where own kernels compute (`fused.py`)
+    # The same where own kernels compute, without what `fused.KEPT` adds.
+    kernel_bytes_per_sequence: int
 
     @property
     def gradient_bytes(self) -> int:
@@ -39,10 +40,6 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
     kept, extra = count_parameters(config, vocab_size)
     flops = matmul_flops_per_token(config, vocab_size)
     tokens = config.tokens_per_step * config.run.train_steps
-    both = [config.encoder]
-    if config.objective.kind != "mlm" and config.generator.kind == "network":
-        both += [config.generator_encoder] * (2 if config.objective.kind == "electric" else 1)
-    logits = 2 * config.masked_slots * vocab_size
     return Plan(
         discriminator_parameters=kept,
         generator_parameters=extra,
@@ -52,15 +49,14 @@ def make_plan(config: PretrainConfig, vocab_size: int = 30_522) -> Plan:
         total_flops=flops * tokens,
         paper_flops=paper_flops(config, vocab_size),
         state_bytes=(kept + extra) * (4 * (5 if config.optim.average else 4) + 2),
-        activation_bytes_per_sequence=sum(_activations(config, e, 2) for e in both) + 3 * logits,
-        kernel_bytes_per_sequence=sum(_activations(config, e, 1) for e in both) + 2 * logits,
+        activation_bytes_per_sequence=_activations(config, vocab_size, wide=2, logits=3),
+        kernel_bytes_per_sequence=_activations(config, vocab_size, wide=1, logits=2),
     )
 
 
 def count_parameters(config: PretrainConfig, vocab_size: int) -> tuple[int, int]:
     """Parameters of the kept network with its head, and those training adds to it."""
-    with torch.device("meta"):  # shapes without memory
-        objective = objective_class(config)(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
+    objective = _objective(config, vocab_size)
     total = sum(p.numel() for p in objective.parameters())
     head = "generator_head" if config.objective.kind == "mlm" else "main_head"
     if hasattr(objective, "discriminator_head"):
@@ -70,10 +66,39 @@ def count_parameters(config: PretrainConfig, vocab_size: int) -> tuple[int, int]
     return kept, total - kept
 
 
-def _activations(config: PretrainConfig, c: EncoderConfig, wide: int) -> int:
+def _objective(config: PretrainConfig, vocab_size: int) -> MaskedLM | WithGenerator:
+    """Shapes without memory."""
+    with torch.device("meta"):
+        return objective_class(config)(config, vocab_size, SpecialIds(0, 1, 2, 3, 4))
+
+
+def _activations(config: PretrainConfig, vocab_size: int, *, wide: int, logits: int) -> int:
+    """What a sequence keeps at most: of one network at a time, where the generator learns first.
+
+    wide: tensors of a block with the width of the feed-forward layer. logits: copies of them.
+    """
+    kind, T = config.objective.kind, config.data.sequence_length
+    copy = 2 * vocab_size * logits  # of one position
+    positions = {
+        "mlm": config.masked_slots,
+        "replace_mlm": config.masked_slots,
+        "all_tokens_mlm": T,
+    }
+    main = _encoder(config, config.encoder, wide) + positions.get(kind, 0) * copy
+    if kind == "mlm" or config.generator.kind != "network":
+        return main
+    towers = 2 if kind == "electric" else 1
+    generator = towers * _encoder(config, config.generator_encoder, wide)
+    generator += config.masked_slots * copy
+    objective = _objective(config, vocab_size)
+    first = isinstance(objective, WithGenerator) and objective.generator_is_first
+    return max(main, generator) if first else main + generator
+
+
+def _encoder(config: PretrainConfig, c: EncoderConfig, wide: int) -> int:
     """bf16 tensors a block keeps: inputs of its four products, q, k, v, both norms' inputs, GELU's
-    input; plus the attention matrix when dropout makes it explicit. wide: how many of them have the
-    width of the feed-forward layer; own kernels compute GELU's output again."""
+    input; plus the attention matrix when dropout makes it explicit. Own kernels compute GELU's
+    output again."""
     T = config.data.sequence_length
     block = T * (8 * c.hidden_size + wide * c.ffn_size) * 2
     if c.attention_dropout > 0:

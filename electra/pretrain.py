@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,10 +46,11 @@ from .objectives import (
     Objective,
     ReplacedTokenDetection,
     SpecialIds,
+    WithGenerator,
     build_objective,
     disc_share,
 )
-from .optim import Adam, learning_rate
+from .optim import Adam, added, learning_rate
 from .randomness import StepRng
 from .rundir import (
     check_fits,
@@ -382,18 +384,27 @@ class Meter:
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
-        self._losses += torch.stack([p.detach().double() for p in losses[1:]])
+        self._losses.add_(torch.stack([p.detach().double() for p in losses[1:]]))
 
     def add_step(self, counts: tuple[Tensor, Tensor], norm: Tensor) -> None:
         """What is known of the step as a whole: masked positions, tokens, gradient norm."""
         whole = torch.stack([p.double() for p in (*counts, norm, torch.ones_like(norm))])
         parts = torch.cat([self._losses[:5], whole, self._losses[5:]])
-        self.sums += torch.where(parts.isfinite().all(), parts, 0.0)
+        self.sums.add_(torch.where(parts.isfinite().all(), parts, 0.0))
         self.forget()
 
     def forget(self) -> None:
         """The step under way."""
         self._losses.zero_()
+
+
+def close_step(
+    meter: Meter, block: Block, norm: Tensor, slot: Tensor, counter: Tensor, config: PretrainConfig
+) -> None:
+    """After an update: what the step as a whole was, and on to the next."""
+    meter.add_step(block.counts(slot, config), norm)
+    slot.add_(1)
+    counter.add_(1)
 
 
 class Trainer:
@@ -405,6 +416,7 @@ class Trainer:
         self.objective, self.batches = objective, batches
         self.config, self.runtime = config, runtime
         self.idle = objective.idle()
+        self.has_kernels = _use_kernels(objective, config, runtime)
         # The first step that this optimizer makes: the second of two stages has one of its own.
         self.first_step = (config.switch_step or 0) if objective.stage == "discriminator" else 0
         self.optimizer = Adam(
@@ -416,9 +428,14 @@ class Trainer:
                 **dict.fromkeys(self.idle, 0.0),
             },
             exchange=Exchange(runtime, sharded=config.run.sharding == "optimizer"),
+            kernel=self.has_kernels,
         )
-        self.has_kernels = _use_kernels(objective, config, runtime)
         self.forward: Callable[[Batch, StepRng], Losses] = objective
+        # The same in two parts, where the generator learns first.
+        self.parts: tuple[Callable[..., Any], Callable[..., Losses]] | None = None
+        self.read: Callable[..., Batch] = Block.batch
+        self.note: Callable[[Meter, Losses], None] = Meter.add_losses
+        self.close: Callable[..., None] = close_step
         self._compile()
         self.rows = config.data.batch_size // runtime.world
         self.split(config.data.at_once(self.rows))
@@ -439,42 +456,66 @@ class Trainer:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _compile(self) -> None:
-        if self.runtime.compiled:
-            o = self.objective
+        o = self.objective
+        if self.runtime.compiled:  # no more than eight versions of a function, says torch
+            torch.compiler.reset()
+
+        def compiled(work: Callable[..., Any]) -> Callable[..., Any]:
+            if not self.runtime.compiled:
+                return work
             backend = compiler_in_parts(o) if self.runtime.world > 1 else "inductor"
-            self.forward = torch.compile(o, fullgraph=True, dynamic=False, backend=backend)
+            return torch.compile(work, fullgraph=True, dynamic=False, backend=backend)
+
+        self.forward = compiled(o)
+        if isinstance(o, WithGenerator) and o.generator_is_first:
+            self.parts = compiled(o.generate_alone), compiled(o.learn)
+        if self.runtime.world == 1:  # the some seventy small operations around the networks
+            self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)
+            self.close = compiled(close_step)
+            self.optimizer.judge = compiled(self.optimizer.judge_norm)
 
     # ------------------------------------------------------------------ the step
 
     def train_step(self) -> None:
         """One optimizer step; every number it needs is already on the device."""
         assert self.block is not None
+        alone = len(self.micro_batches) == 1  # else each would be compiled anew
         for i, rows in enumerate(self.micro_batches):
-            batch = self.block.batch(self.slot, rows, self.config)
+            read = self.read if alone else Block.batch
+            batch = read(self.block, self.slot, rows, self.config)
             if self.config.objective.disc_start_percent:
                 share = self.shares.index_select(0, self.slot.view(1))[0]
                 batch = batch._replace(disc_share=share)
                 self.optimizer.good_steps *= share >= 1  # norms grow with λ: that is no spike
             rng = StepRng(self.seed, self.counter, self.row[rows])
-            losses = self.forward(batch, rng)
+            earlier = None
+            if self.parts is None:
+                losses = self.forward(batch, rng)
+            else:  # what the generator's gradient needs is gone before the discriminator begins
+                generate, learn = self.parts
+                k, mlm, correct = generate(batch, rng)
+                earlier = torch.autograd.grad(
+                    self.config.objective.gen_weight * mlm,
+                    self.optimizer.parameters,
+                    allow_unused=True,
+                )
+                losses = learn(k, mlm.detach(), correct, batch, rng)
             if last := i == len(self.micro_batches) - 1:
-                self.optimizer.expect(first=i == 0)
+                self.optimizer.expect(first=i == 0, earlier=earlier)
             grads = torch.autograd.grad(
                 losses.total,
                 self.optimizer.parameters,
-                allow_unused=bool(self.idle),
+                allow_unused=bool(self.idle or earlier),
                 materialize_grads=bool(self.idle),
             )
-            self.meter.add_losses(losses)
+            self.note(self.meter, losses)
             if last:  # of all processes: losses are shares of the global mean, so they add up
                 self.optimizer.finish(grads)
             else:
-                self.optimizer.accumulate(grads, first=i == 0)
+                self.optimizer.accumulate(added(earlier, grads), first=i == 0)
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
-        self.meter.add_step(self.block.counts(self.slot, self.config), norm)
-        self.slot += 1
-        self.counter += 1
+        self.close(self.meter, self.block, norm, self.slot, self.counter, self.config)
 
     # ------------------------------------------------------------------ around it
 
@@ -590,9 +631,8 @@ class Trainer:
             ran_out = True
         # Only here is the error gone, which held on to every tensor of the step.
         failed = self.runtime.any(ran_out)
-        if failed and self.runtime.compiled:  # for this size alone; and torch counts the sizes
-            torch.compiler.reset()
-            self._compile()
+        if failed:
+            self._compile()  # what there is was for this size alone
         gc.collect()
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()

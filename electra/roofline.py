@@ -124,15 +124,20 @@ class Model:
         return device.kernels and wanted and fits and not is_electric
 
     def sequence_bytes(self, device: Device) -> float:
-        """What one sequence keeps for the backward pass."""
+        """What one sequence keeps for the backward pass, with as many beside it as go at once."""
         if self.has_kernels(device):
-            return self.plan.kernel_bytes_per_sequence
+            d, c = self.config.data, self.config.encoder
+            kept = fused.kept_layers(c, d.at_once(d.batch_size) * d.sequence_length)
+            each = 2 * d.sequence_length * (c.hidden_size + c.ffn_size)
+            return self.plan.kernel_bytes_per_sequence + kept * each
         return self.plan.activation_bytes_per_sequence * device.itemsize / 2
 
     def micro_batch(self, device: Device) -> int:
         """The most sequences whose activations fit beside weights, gradients and moments."""
-        room = USABLE * device.memory - self.plan.state_bytes
-        return max(0, int(room / self.sequence_bytes(device)))
+        room, each = USABLE * device.memory - self.plan.state_bytes, self.sequence_bytes(device)
+        if self.has_kernels(device):  # however many there are
+            room, each = room - fused.KEPT, self.plan.kernel_bytes_per_sequence
+        return max(0, int(room / each))
 
     def rate(self, device: Device, rows: int | None = None) -> float:
         """Tokens per second of one device that has `rows` of the batch (default: all)."""

@@ -29,7 +29,8 @@ from electra.corpus import Corpus
 from electra.encoder import GeneratorHead
 from electra.errors import ElectraError, Stopped
 from electra.evaluate import token_counts
-from electra.objectives import Batch, Corruption, Objective
+from electra.objectives import Batch, Corruption, MaskedLM, Objective
+from electra.optim import added
 from electra.plan import count_parameters
 from electra.pretrain import pretrain
 from electra.randomness import Purpose, StepRng
@@ -450,6 +451,35 @@ def learners(objective: Objective, total: Tensor) -> set[str]:
 
 def test_every_kind_is_looked_at() -> None:
     assert set(LEARNERS) == set(KINDS) - {"two_stage"}  # whose stages are looked at below
+
+
+SHARINGS = {s: {"generator_sharing": s} for s in ("none", "embeddings", "disentangled")}
+SHARINGS["all"] = {"generator_sharing": "all", "generator_width": 1.0, "generator_depth": 1.0}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SHARINGS])
+def test_the_generator_can_learn_before_the_other_network_is_computed(kind: str) -> None:
+    config = settings(**(KINDS | SHARINGS)[kind])
+    objective, batch = stirred(config), batch_of(config)
+    parameters = dict(objective.named_parameters())
+    if not getattr(objective, "generator_is_first", False):
+        two = {"adversarial", "electric"}  # its reward, or its own q, is of both networks
+        assert kind in two or objective.stage != "joint" or isinstance(objective, MaskedLM)
+        return
+    whole = objective(batch, rng())
+    expected = torch.autograd.grad(whole.total, list(parameters.values()))
+    k, mlm, correct = objective.generate_alone(batch, rng())
+    weighted = config.objective.gen_weight * mlm
+    first = torch.autograd.grad(weighted, list(parameters.values()), allow_unused=True)
+    losses = objective.learn(k, mlm.detach(), correct, batch, rng())
+    second = torch.autograd.grad(losses.total, list(parameters.values()), allow_unused=True)
+    for name, a, b in zip(whole._fields, losses, whole, strict=True):
+        assert float(a.detach()) == float(b.detach()), name
+    own = objective.generators_own()
+    for name, b in zip(parameters, second, strict=True):
+        assert name not in own or b is None, name  # the second pass leaves the generator alone
+    for got, right in zip(added(first, second), expected, strict=True):
+        assert (got - right).abs().max() <= 1e-13 * right.abs().max()
 
 
 @pytest.mark.parametrize("kind", LEARNERS)

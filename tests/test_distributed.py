@@ -113,16 +113,16 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     Exchange.send, Adam.finish = send, finish
     (work / f"events-{rank}").write_text("\n".join(events))
 
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
     found_by_trying(rank, work, config, corpus)
 
-    def poisoned(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+    def poisoned(self: ReplacedTokenDetection, *given: Any) -> Losses:
         """A loss that is not a number, in one process only."""
-        losses = forward(self, batch, rng)
-        bad = rank == 1 and int(rng.step) in (2, 3, 7)
+        losses = learn(self, *given)
+        bad = rank == 1 and int(given[-1].step) in (2, 3, 7)
         return losses._replace(total=losses.total * float("nan")) if bad else losses
 
-    ReplacedTokenDetection.forward = poisoned
+    ReplacedTokenDetection.learn = poisoned
     weights: list[Tensor] = []
 
     def watched(self: Trainer) -> None:
@@ -132,7 +132,7 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     Trainer.step = watched
     pretrain(sharded, corpus, work / "runs" / "poisoned", quiet=True)
     Trainer.step = kept
-    ReplacedTokenDetection.forward = forward
+    ReplacedTokenDetection.learn = learn
     torch.save(torch.stack(weights), work / f"poisoned-{rank}")
 
     odd = replace(config, data=replace(config.data, batch_size=7))
@@ -147,11 +147,12 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
 
 def found_by_trying(rank: int, work: Path, config: PretrainConfig, corpus: Corpus) -> None:
     """The second process has memory for two sequences at once, the first for all of its four."""
-    forward, add, tried = ReplacedTokenDetection.forward, Meter.add_losses, list[int]()
+    generate, add = ReplacedTokenDetection.generate_alone, Meter.add_losses
+    tried = list[int]()
 
-    def watched(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
+    def watched(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Any:
         tried.append(len(batch.x))
-        return forward(self, batch, rng)
+        return generate(self, batch, rng)
 
     def add_losses(self: Meter, losses: Losses) -> None:
         add(self, losses)
@@ -164,9 +165,9 @@ def found_by_trying(rank: int, work: Path, config: PretrainConfig, corpus: Corpu
             replace(short, data=replace(short.data, micro_batch=size)) for size in (2, "auto")
         )
         pretrain(by_hand, corpus, work / "runs" / f"by-hand-{sharding}", quiet=True)
-        ReplacedTokenDetection.forward, Meter.add_losses = watched, add_losses
+        ReplacedTokenDetection.generate_alone, Meter.add_losses = watched, add_losses
         pretrain(auto, corpus, work / "runs" / f"found-{sharding}", quiet=True)
-        ReplacedTokenDetection.forward, Meter.add_losses = forward, add
+        ReplacedTokenDetection.generate_alone, Meter.add_losses = generate, add
     (work / f"tried-{rank}").write_text(" ".join(map(str, tried)))
 
 

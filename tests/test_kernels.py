@@ -15,7 +15,7 @@ from torch import Tensor
 from electra import fused, kernels
 from electra.config import EncoderConfig
 from electra.corruption import lay_out, sample
-from electra.encoder import Block
+from electra.encoder import Block, Embeddings, Encoder
 from electra.objectives import Batch, SpecialIds, build_objective
 from electra.randomness import StepRng
 from electra.recipes import recipe
@@ -30,7 +30,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 # The interpreter multiplies the bits of bfloat16 as integers; float16 rounds at the same places.
 NARROW = torch.bfloat16 if CUDA else torch.float16
-WIDTHS = [(1, 16), (7, 48), (100, 64), (130, 80), (3, 512)]
+WIDTHS = [(1, 16), (7, 48), (100, 64), (130, 80), (3, 512), (2, 1024)]
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -462,7 +462,7 @@ def test_a_layer_of_one_head_of_64_stays_on_chip(lengths: Sequence[Any]) -> None
     results: list[tuple[Tensor, ...]] = []
     for y in (
         block(x, mask[:, None, None], None),
-        fused.block(x, mask, block.tensors(), 1, block.config.layer_norm_eps)[0],
+        fused.block(x, mask, block.tensors(), 1, block.config.layer_norm_eps, True)[0],
     ):
         results.append((y, *torch.autograd.grad(y, leaves, dy)))
     for got, right in zip(*results, strict=True):
@@ -515,11 +515,12 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
     ]
     mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(fused.block, (x, mask, weights, 2, 1e-6), test_utils=tests)
+    for keep in (True, False):
+        torch.library.opcheck(fused.block, (x, mask, weights, 2, 1e-6, keep), test_utils=tests)
     e, table, bias = (draw(*s).requires_grad_() for s in ((4, 16), (70, 16), (70,)))
     targets, u = torch.randint(70, (4,)).to(DEVICE), torch.rand(4).to(DEVICE)
     torch.library.opcheck(fused.guess, (e, table, bias, targets, u), test_utils=tests)
-    kept = list(fused.block(x, mask, weights, 2, 1e-6)[1:])
+    kept = list(fused.block(x, mask, weights, 2, 1e-6, True)[1:])
     with torch.no_grad():
         arguments = (draw(B, T, D), x, mask, weights, kept, 2)
         torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
@@ -528,6 +529,28 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
     with torch.no_grad():
         arguments = (y, x, mask, few, kept, 1e-6)
         torch.library.opcheck(fused.layer_backward, arguments, test_utils=tests)
+
+
+def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = recipe("small").encoder
+    assert fused.kept_layers(small, 128 * 128) == 12
+    assert fused.kept_layers(small, 1024 * 128) == 7
+    given: list[bool] = []
+    real = fused.block
+
+    def watched(*arguments: Any) -> Any:
+        given.append(arguments[-1])
+        return real(*arguments)
+
+    monkeypatch.setattr(fused, "block", watched)
+    config = block_of(48, 80, 3, 20).config
+    encoder = Encoder(replace(config, layers=3), Embeddings(config, 30)).to(DEVICE)
+    for block in encoder.blocks:
+        block.fused = True  # pyright: ignore[reportArgumentType]
+    x = torch.zeros(2, 20, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(fused, "KEPT", 2 * x.numel() * (48 + 80) * 2)
+    encoder(x, x, None, None)
+    assert given == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import reference
 import torch
 from torch import Tensor, nn
 
+from electra import kernels
 from electra.config import OptimConfig
 from electra.encoder import LayerNorm
 from electra.errors import CorruptError
@@ -406,6 +407,74 @@ def test_what_is_not_live_or_not_finite_is_not_remembered() -> None:
 
 
 # ---------------------------------------------------------------------- buffers
+
+
+@pytest.mark.skipif(not kernels.available(), reason="Triton is not installed")
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_does_what_torchs_adam_does(
+    bias_correction: bool, micro_batches: int, dtype: torch.dtype
+) -> None:
+    """Norm, clip, skip, rates of parts, decay, moments, averages and working copies."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = OptimConfig(
+        weight_decay=0.1, bias_correction=bias_correction, max_grad_norm=0.1, average=0.9
+    )
+    both = [
+        Adam(
+            net().to(device),
+            config,
+            working_dtype=dtype,
+            multipliers={"dense.weight": 0.3, "norm.bias": 0.0},
+            kernel=kernel,
+        )
+        for kernel in (False, True)
+    ]
+    norms: list[list[float]] = []
+    for step in range(6):
+        norms.append([])
+        for adam in both:
+            adam.live.fill_(step != 4)
+            for i in range(micro_batches):
+                grads = gradients(net(), 10 * step + i, scale=0.01 if step < 3 else 0.3)
+                if step == 2:
+                    grads["w.bias" if i else "word.weight"].flatten()[0] = float("nan")
+                given = [
+                    grads[slot.name].to(device, parameter.dtype)
+                    for slot, parameter in zip(adam.slots, adam.parameters, strict=True)
+                ]
+                adam.accumulate(given, first=i == 0)
+            rate, number = torch.tensor(0.02, device=device), torch.tensor(step, device=device)
+            norms[-1].append(float(adam.step(rate, number)))
+    for i, (a, b) in enumerate(norms):
+        assert a == pytest.approx(b, rel=1e-6, nan_ok=i == 2)
+    assert torch.equal(*(adam.bad_steps for adam in both))
+    one, two = (snapshot(adam) for adam in both)
+    assert not two["v"]["norm.bias"].eq(0).any()
+    for key in ("model", "m", "v", "average"):
+        for name, tensor in one[key].items():
+            torch.testing.assert_close(two[key][name], tensor, rtol=2e-6, atol=1e-7)
+    for parameter, slot in zip(both[1].parameters, both[1].slots, strict=True):
+        assert torch.equal(parameter, two["model"][slot.name].to(parameter.dtype))
+
+
+def test_the_first_corrections_of_the_kernel_are_exact_enough() -> None:
+    """1 − 0.999 is a thousandth of what it is made of; ten steps against float64."""
+    adam = Adam(net(), OptimConfig(weight_decay=0.0, beta2=0.9999), kernel=kernels.available())
+    exact = {n: p.detach().double() for n, p in net().named_parameters()}
+    m, v = ({n: torch.zeros_like(p) for n, p in exact.items()} for _ in "mv")
+    for step in range(3):
+        grads = gradients(net(), step)
+        apply(adam, grads, 0.1, step)
+        for n, p in exact.items():
+            g = grads[n].double()
+            m[n] = 0.9 * m[n] + 0.1 * g
+            v[n] = 0.9999 * v[n] + 0.0001 * g * g
+            first, second = m[n] / (1 - 0.9 ** (step + 1)), v[n] / (1 - 0.9999 ** (step + 1))
+            p -= 0.1 * first / (second.sqrt() + adam.config.epsilon)
+    for n, p in adam.state()["model"].items():
+        assert (p - exact[n]).abs().max() < 2e-6
 
 
 def test_micro_batches_add_up_and_the_first_overwrites() -> None:

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from electra.objectives import (
     Losses,
     ReplacedTokenDetection,
     SpecialIds,
+    WithGenerator,
     build_objective,
 )
 from electra.pretrain import pretrain
@@ -689,16 +691,16 @@ def test_a_crash_while_the_tokenizer_is_copied_leaves_no_half_of_it(
 
 def poison(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[int], bool]) -> None:
     """Losses that are not numbers at the given steps, counted from 0."""
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
 
-    def poisoned(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
-        losses = forward(self, batch, rng)
-        if is_bad(int(rng.step)):
+    def poisoned(self: ReplacedTokenDetection, *given: Any) -> Losses:
+        losses = learn(self, *given)
+        if is_bad(int(given[-1].step)):
             nan = float("nan")
             return losses._replace(total=losses.total * nan, disc=losses.disc * nan)
         return losses
 
-    monkeypatch.setattr(ReplacedTokenDetection, "forward", poisoned)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", poisoned)
 
 
 def weights_at(out: Path, step: int) -> dict[str, Tensor]:
@@ -789,9 +791,10 @@ def test_fifty_broken_losses_and_gradients_never_reach_the_weights(
         way, value = bad.get(now[0], ("", 0.0))
         grads = list(grad(total * value if way == "loss" else total, parameters, **options))
         if way == "gradient":
-            one = draw.randrange(len(grads))
-            grads[one] = grads[one].clone()
-            grads[one].view(-1)[draw.randrange(grads[one].numel())] = value
+            # Each of the two passes leads to some parameters only.
+            one = draw.choice([i for i, given in enumerate(grads) if given is not None])
+            broken = grads[one] = grads[one].clone()
+            broken.view(-1)[draw.randrange(broken.numel())] = value
         return grads
 
     def compared(self: loop.Trainer) -> None:
@@ -837,13 +840,13 @@ def test_bad_steps_in_a_row_are_counted_across_a_resume(
 def test_a_spike_is_left_out_and_its_rule_survives_a_resume(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
 
-    def spiking(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
-        losses = forward(self, batch, rng)
-        return losses._replace(total=losses.total * (100 if int(rng.step) == 140 else 1))
+    def spiking(self: ReplacedTokenDetection, *given: Any) -> Losses:
+        losses = learn(self, *given)
+        return losses._replace(total=losses.total * (100 if int(given[-1].step) == 140 else 1))
 
-    monkeypatch.setattr(ReplacedTokenDetection, "forward", spiking)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", spiking)
     config = with_run(micro, train_steps=145, eval_every=145, save_every=145)
     config = changed(config, "optim.skip_spikes", True)
     pretrain(config, corpus, tmp_path / "whole", quiet=True)
@@ -866,13 +869,21 @@ def test_a_spike_in_a_compiled_step_is_left_out(
     """And the step that is compiled beforehand is no part of what a norm is judged by."""
     in_few_seconds(monkeypatch)
     monkeypatch.setattr(optimizer, "_WINDOW", 16)
-    forward = ReplacedTokenDetection.forward
+    learn = ReplacedTokenDetection.learn
 
-    def spiking(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
-        losses = forward(self, batch, rng)  # the step is a number of the device: compiled once
+    def spiking(
+        self: ReplacedTokenDetection,
+        k: Any,
+        mlm: Tensor,
+        mlm_correct: Tensor,
+        batch: Batch,
+        rng: StepRng,
+    ) -> Losses:
+        losses = learn(self, k, mlm, mlm_correct, batch, rng)
+        # The step is a number of the device: compiled once.
         return losses._replace(total=losses.total * torch.where(rng.step == 20, 100.0, 1.0))
 
-    monkeypatch.setattr(ReplacedTokenDetection, "forward", spiking)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", spiking)
     weights: list[Tensor] = []
     step = loop.Trainer.step
 
@@ -947,11 +958,16 @@ def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> li
     """A device that runs out of memory in the middle of a step with more than `limit` sequences at
     once, by stage if it says so; what was tried is told."""
     forward, add = ReplacedTokenDetection.forward, loop.Meter.add_losses
+    generate = ReplacedTokenDetection.generate_alone
     tried: list[tuple[str, int]] = []
 
     def watched(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Losses:
         tried.append((self.stage, len(batch.x)))
         return forward(self, batch, rng)
+
+    def watched_first(self: ReplacedTokenDetection, batch: Batch, rng: StepRng) -> Any:
+        tried.append((self.stage, len(batch.x)))
+        return generate(self, batch, rng)
 
     def add_losses(self: loop.Meter, losses: Losses) -> None:
         add(self, losses)
@@ -960,6 +976,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> li
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(ReplacedTokenDetection, "forward", watched)
+    monkeypatch.setattr(ReplacedTokenDetection, "generate_alone", watched_first)
     monkeypatch.setattr(loop.Meter, "add_losses", add_losses)
     return tried
 
@@ -1320,14 +1337,131 @@ def test_what_is_compiled_for_one_seed_serves_the_others(
     )
     here = replace(runtime(), compiled=True)
     for seed in (0, 1):
-        torch._dynamo.reset()
         config = replace(micro, run=replace(micro.run, seed=seed))
         objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
         trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
         trainer.load_block(0, [1e-3])
         trainer.train_step()
-    assert len(traced) == 2
-    assert traced[0] == traced[1]
+    assert len(traced) == 12  # both networks' parts, and four around them
+    assert traced[:6] == traced[6:]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_generator_that_learns_first_makes_the_same_step(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    micro_batch: int | None,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And by the time the discriminator begins, nothing holds what its backward pass needed."""
+    if compiled:
+        work = torch.compile
+        eager = {"backend": "eager"}
+        monkeypatch.setattr(loop.torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
+        torch._dynamo.reset()
+    here = replace(runtime(), compiled=compiled)
+    config = replace(micro, data=replace(micro.data, micro_batch=micro_batch))
+    found: list[tuple[Tensor, Tensor]] = []
+    for first in (False, True):
+        monkeypatch.setattr(WithGenerator, "generator_is_first", first)
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        assert (trainer.parts is not None) == first
+        trainer.load_block(0, [1e-3])
+        trainer.train_step()
+        found.append((trainer.optimizer.grad.clone(), trainer.meter.sums.clone()))
+    (grad, sums), (again, same) = found
+    assert (again - grad).abs().max() <= 1e-6 * grad.abs().max()
+    torch.testing.assert_close(same, sums, rtol=1e-6, atol=0)
+
+
+def test_what_is_compiled_around_the_networks_counts_as_before(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts, losses, bad steps, the places of the next step: three steps, the second one bad."""
+    work, traced = torch.compile, list[str]()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        traced.append(graph.code)
+        return graph.forward
+
+    monkeypatch.setattr(
+        loop.torch, "compile", lambda *a, **k: work(*a, **{**k, "backend": backend})
+    )
+    torch._dynamo.reset()
+    config = replace(micro, optim=replace(micro.optim, skip_spikes=True))
+    found: list[list[Tensor]] = []
+    for around in (False, True):
+        here = replace(runtime(), compiled=around)
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        trainer.forward, trainer.parts = objective, None
+        for step in range(3):
+            trainer.load_block(step, [1e-3])
+            with torch.no_grad():
+                gain = trainer.optimizer.master[:7]
+                before = gain.clone()
+                if step == 1:
+                    gain.fill_(float("nan"))
+            trainer.train_step()
+            if step == 1:
+                gain.copy_(before)
+        counters = trainer.optimizer.counters().values()
+        found.append([trainer.meter.sums, trainer.slot, trainer.counter, *counters])
+        found[-1].append(trainer.optimizer.master.clone())
+    assert len(traced) == 4
+    assert int(found[0][2]) == 3
+    assert int(found[0][3]) == 1  # of the bad steps
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_process_compiles_as_many_runs_as_it_likes(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives up at the ninth version of a function."""
+    work, eager = torch.compile, {"backend": "eager"}
+    monkeypatch.setattr(loop.torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
+    here = replace(runtime(), compiled=True)
+    for batch_size in range(1, 11):
+        config = replace(micro, data=replace(micro.data, batch_size=batch_size))
+        objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+        trainer.forward, trainer.parts = objective, None  # these would take long
+        trainer.load_block(0, [1e-3])
+        trainer.train_step()
+        assert int(trainer.counter) == 1
+
+
+def test_the_generators_activations_are_gone_before_the_discriminator_begins(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    left: list[int] = []
+    states, learn = ReplacedTokenDetection.states_at, ReplacedTokenDetection.learn
+
+    def remembered(self: ReplacedTokenDetection, *args: Any, **kwargs: Any) -> Tensor:
+        h = states(self, *args, **kwargs)
+        alive.append(weakref.ref(h))
+        return h
+
+    def counted(self: ReplacedTokenDetection, *args: Any) -> Losses:
+        left.append(sum(h() is not None for h in alive))
+        return learn(self, *args)
+
+    monkeypatch.setattr(ReplacedTokenDetection, "states_at", remembered)
+    monkeypatch.setattr(ReplacedTokenDetection, "learn", counted)
+    for first in (False, True):
+        monkeypatch.setattr(WithGenerator, "generator_is_first", first)
+        objective = build_objective(micro, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = loop.Trainer(objective, Batches(corpus.train, micro, runtime()), micro, runtime())
+        trainer.load_block(0, [1e-3])
+        alive.clear()
+        trainer.train_step()
+        assert len(alive) == 1
+    assert left == [1, 0]
 
 
 def test_blocks_of_any_size_hold_the_same_batches(micro: PretrainConfig, corpus: Corpus) -> None:
