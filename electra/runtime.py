@@ -12,8 +12,10 @@ import functools
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from .config import RunConfig
-from .errors import ElectraError, LostProcess
+from .errors import ElectraError, LostProcess, StopRequest
 
 _GRACE = timedelta(seconds=5)  # in which a process that is alive notices that another is not
 
@@ -157,13 +159,16 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     store: Any = None
     if owns_group:
         limit = timedelta(seconds=config.timeout_seconds)
-        store, rank, world = next(iter(rendezvous("env://", timeout=limit)))
-        store.set(f"electra/here/{rank}", "yes")
-        for other, answer in roll_call(store, "here", world, limit).items():
-            if answer is None:
-                raise _lost(other, None)
         backend = "nccl" if wants_cuda else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+        with _ended_by_signals():
+            store, rank, world = next(iter(rendezvous("env://", timeout=limit)))
+            store.set(f"electra/here/{rank}", "yes")
+            for other, answer in roll_call(store, "here", world, limit).items():
+                if answer is None:
+                    raise _lost(other, None)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=world, timeout=limit
+            )
         store = store.clone()
         store.set_timeout(_GRACE)  # it may live in the process that froze
     if config.deterministic:
@@ -206,6 +211,23 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         owns_group=owns_group,
         store=store,
     )
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Generator[None]:
+    """Inside, a signal ends the process at once. Who waits for other processes in torch's C++ does
+    not come back to a handler of Python's until they are there; and nothing is to be saved yet."""
+    heard: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}
+        heard = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in heard:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in heard.items():
+            signal.signal(number, handler)
 
 
 def _keep_freed_memory() -> None:

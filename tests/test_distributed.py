@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -393,6 +395,33 @@ def test_torchrun_starts_a_run_that_one_process_finishes(
     )
     assert finished.returncode == 0, finished.stderr
     assert_close_runs(out, rare_lines)
+
+
+def test_a_signal_ends_a_process_that_waits_for_the_others(corpus: Corpus, tmp_path: Path) -> None:
+    """They never come: torch waits for them in C++, where no handler of Python's is run."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    config = tmp_path / "pair.json"
+    config.write_bytes(json_bytes(to_dict(with_run(config_of_pair(), timeout_seconds=60.0))))
+    first = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = ["--config", config, "--corpus", corpus.path, "--out", tmp_path / "run", "--quiet"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "electra", "pretrain", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **first},
+    )
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.terminate()
+        assert process.wait(10) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
 
 
 # ---------------------------------------------------------------------- one of two is lost
