@@ -465,6 +465,9 @@ def main() -> None:
 
     variants: dict[tuple[str, int], Callable[[], Callable[[], None]]] = {}
     groups: dict[str, str] = {}  # of peers, by label
+    for batch in a.batches:  # first: a new trainer drops what was compiled in its process
+        mine = at(batch)
+        variants["electra", batch] = lambda c=mine: ours(c, corpus, runtime)
     for batch in a.peer_batches:
         is_first = batch == a.peer_batches[0] or a.more_peers is None
         for name in a.peers if is_first else a.more_peers or ():
@@ -474,9 +477,6 @@ def main() -> None:
             variants[label, batch] = lambda c=c, peer=peer: peer_step(
                 peer, c, corpus, Batches(corpus.train, c, runtime)
             )
-    for batch in a.batches:
-        mine = at(batch)
-        variants["electra", batch] = lambda c=mine: ours(c, corpus, runtime)
 
     if a.child is not None:
         list(variants.values())[a.child]()()
