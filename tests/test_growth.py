@@ -1,4 +1,7 @@
-"""benchmarks/growth.py: its tables are what they say, and its rows come from real steps."""
+"""benchmarks/growth.py: its tables are what they say, and its rows come from real steps.
+
+And benchmarks/start_speed.py: a start is timed until a step was made.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import growth
+import pytest
+import start_speed
+from conftest import SEQUENCE_LENGTH
+
+from electra.shards import Corpus
 
 
 def test_a_table_of_growth_changes_one_thing() -> None:
@@ -41,3 +49,17 @@ def test_growth_is_measured_and_written(text: Path, tokenizer_dir: Path, tmp_pat
         assert row["predicted"] > 0
         line = next(line for line in done.stdout.splitlines() if line.startswith(label))
         assert f"{row['tokens_per_second_median']:,.0f}" in line
+
+
+def test_starts_are_timed_until_the_first_step(corpus: Corpus, tmp_path: Path) -> None:
+    settings = ("--run.train-steps=3", f"--data.sequence-length={SEQUENCE_LENGTH}")
+    out, bad = tmp_path / "start.json", ("--encoder.layers=0",)
+    given = {"corpus": corpus.path, "recipe": "tiny", "starts": 1}
+    start_speed.main(start_speed.Arguments(out=out, settings=settings, **given))
+    record = json.loads(out.read_bytes())
+    assert len(record["seconds"]) == 1
+    assert min(record["seconds"]) > 1  # nobody imports torch faster
+    assert record["config"]["run"]["train_steps"] == 3
+    assert record["environment"]["torch"]
+    with pytest.raises(RuntimeError, match="without a step"):
+        start_speed.main(start_speed.Arguments(out=out, settings=bad, **given))
