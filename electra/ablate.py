@@ -236,12 +236,15 @@ class Cell:
     directory: Path
 
 
-def make_cells(grid: Grid, seeds: int, out: Path) -> list[Cell]:
-    """Seed by seed, so that a study that is cut short has all of its rows."""
+def make_cells(grid: Grid, seeds: Sequence[int], out: Path) -> list[Cell]:
+    """Seed by seed, so that a study that is cut short has all of its rows.
+
+    seeds: what is added to the seed of each row.
+    """
     cells: list[Cell] = []
-    for i in range(seeds):
+    for more in seeds:
         for label, config in grid.items():
-            seed = config.run.seed + i
+            seed = config.run.seed + more
             folder = out / slug(label) / f"seed-{seed}"
             cells.append(Cell(label, change(config, run={"seed": seed}), folder))
     return cells
@@ -280,6 +283,7 @@ def ablate(
     tasks: Sequence[str],
     rows: Sequence[str] = (),
     seeds: int = 3,
+    first_seed: int | None = None,
     tuning_seeds: int = 3,
     tuning: Sequence[str] = (),
     equal: Equal = "steps",
@@ -288,9 +292,10 @@ def ablate(
 ) -> int:
     """Run what is not done yet; returns an exit code, 1 if a cell failed.
 
-    rows: labels of those to run now, all if empty; the record has every row. tuning: more flags of
-    `electra glue`. jobs: cells that run at the same time, spread over the visible GPUs. Raises
-    Stopped after a signal, once every cell has saved its state.
+    rows: labels of those to run now, all if empty; the record has every row. seeds: how many, from
+    first_seed on, default: that of `base`; the record keeps the seeds that it had. tuning: more
+    flags of `electra glue`. jobs: cells that run at the same time, spread over the visible GPUs.
+    Raises Stopped after a signal, once every cell has saved its state.
     """
     from .corpus import Corpus
     from .plan import make_plan
@@ -308,7 +313,9 @@ def ablate(
     if unknown := [label for label in rows if label not in grid]:
         what = f"This study has no row {', '.join(map(repr, unknown))}."
         raise ElectraError(what, where="--rows", fix=f"its rows: {'; '.join(grid)}")
-    cells = make_cells(grid, seeds, out)
+    start = 0 if first_seed is None else first_seed - base.run.seed
+    added = list(range(start, start + seeds))  # to the seed of each row
+    cells = make_cells(grid, added, out)
     plans = {label: make_plan(config, opened.vocab_size) for label, config in grid.items()}
     asked: dict[str, Any] = {
         "study": Path(study).stem,
@@ -318,10 +325,11 @@ def ablate(
         "tuning": list(tuning),
     }
     failed: dict[Cell, int] = {}
+    known = cells  # those of the record
 
     def write_record() -> None:
         record: list[dict[str, Any]] = []
-        for cell in cells:
+        for cell in known:
             plan, result = plans[cell.label], outcome(cell.directory, tasks, tuning_seeds)
             planned = cell.config.run.train_steps
             steps = result["steps"] if result else planned  # fewer where minutes end the run
@@ -339,7 +347,8 @@ def ablate(
                 "generator_parameters": plan.generator_parameters,
             }
             record.append(one | (result or {}))
-        more = {"seeds": seeds, "tuning_seeds": tuning_seeds, "tasks": list(tasks)}
+        told = len({cell.config.run.seed for cell in known})
+        more = {"seeds": told, "tuning_seeds": tuning_seeds, "tasks": list(tasks)}
         whole = {"format": 1, **asked, **more, "environment": source(), "cells": record}
         write_atomic(out / "ablate.json", json_bytes(whole, indent=1))
 
@@ -358,10 +367,16 @@ def ablate(
         with reading(out / "ablate.json"):
             before = read_json(out / "ablate.json")
             changed = differences({k: before[k] for k in asked}, asked) if before else {}
+            had = {
+                int(cell["seed"]) - grid[cell["label"]].run.seed
+                for cell in (before or {"cells": []})["cells"]
+                if cell["state"] == "finished" and cell["label"] in grid
+            }
         if changed:
             what = "This directory holds another study: " + "; ".join(changed.values()) + "."
             raise ElectraError(what, where=str(out), fix="choose another --out")
-        for cell in cells:  # a row of a grid may have been written anew
+        known = make_cells(grid, sorted({*had, *added}), out)
+        for cell in known:  # a row of a grid may have been written anew
             if then := read_json(file := cell.directory / "settings.json"):
                 was = from_dict(PretrainConfig, then, where=str(file))
                 if changed := differences(to_dict(was), to_dict(cell.config)):

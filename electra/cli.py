@@ -446,6 +446,9 @@ class AblateCommand(Command):
     steps: int | None = None
     """Steps of ELECTRA; default: those of --base. The warm-up keeps its share of them."""
     seeds: int = 3  # Pre-training seeds of every setting.
+    first_seed: int | None = None
+    """The first of them; default: run.seed of --base. Seeds that were run elsewhere are not run
+    again, and `electra report` of both directories has one table."""
     equal: Literal["steps", "flops"] = "steps"
     """What the settings have in common; two-stage training has these steps twice."""
     rows: tuple[str, ...] = ()
@@ -474,7 +477,9 @@ class AblateCommand(Command):
         tuning = [f"--{setting}" for setting in self.tuning]
         # A wrong setting is told now, not when the first model waits for it.
         _parse(["glue", "--model", "m", "--data", "d", "--out", "o", *tuning])
-        options = self.given("tasks", "rows", "seeds", "tuning_seeds", "equal", "jobs")
+        options = self.given(
+            *("tasks", "rows", "seeds", "first_seed", "tuning_seeds", "equal", "jobs")
+        )
         options |= {"tuning": tuning, "note": _note}
         code = ablate(self.study, base, self.corpus, self.data, self.out, **options)
         print(report([self.out]))

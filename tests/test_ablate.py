@@ -395,6 +395,52 @@ def test_a_cell_that_is_done_starts_no_process(
     assert started == ["BERT", "ELECTRA"]
 
 
+def test_more_seeds_are_run_alone_and_the_record_keeps_those_it_had(
+    done: Done,
+    settings: Path,
+    corpus: Corpus,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    started: list[tuple[str, int]] = []
+
+    class Ended:
+        def __init__(self, cell: ablate.Cell, *_: Any) -> None:
+            self.cell, self.process, self.told, self.rest = cell, self, False, []
+            written = json.loads((cell.directory / "settings.json").read_bytes())
+            assert cell.directory.name == f"seed-{written['run']['seed']}"
+            started.append((cell.label, written["run"]["seed"]))
+            (cell.directory / "log.txt").write_text("ended")
+
+        def poll(self) -> int:
+            return 1
+
+    monkeypatch.setattr(ablate, "_Running", Ended)
+    alone, out = tmp_path / "alone", shutil.copytree(done.out, tmp_path / "out")
+    for place in (alone, out):
+        command = arguments(settings, corpus, folder, place, "--first-seed", "9", "--seeds", "2")
+        assert cli.run(command) == 1
+        assert "two: 4 cells, 0 of them done before" in capsys.readouterr().err
+        assert started == [("ELECTRA", 9), ("BERT", 9), ("ELECTRA", 10), ("BERT", 10)]
+        started.clear()
+
+    def seeds(place: Path) -> dict[int, str]:
+        record = json.loads((place / "ablate.json").read_bytes())
+        assert record["base"]["run"]["seed"] == 7  # of every record of these settings
+        found = {c["seed"]: c["state"] for c in record["cells"] if c["label"] == "ELECTRA"}
+        assert record["seeds"] == len(found)
+        return found
+
+    failed = "failed: exit code 1"
+    assert seeds(alone) == {9: failed, 10: failed}
+    assert seeds(out) == {7: "finished", 9: failed, 10: failed}
+    assert cli.run(arguments(settings, corpus, folder, out, "--rows", "ELECTRA")) == 0
+    assert seeds(out) == {7: "finished"}  # of the others nothing is there
+    assert not started
+
+
 def test_a_finished_cell_whose_run_json_is_gone_is_named(
     done: Done,
     settings: Path,
@@ -418,6 +464,7 @@ def test_a_finished_cell_whose_run_json_is_gone_is_named(
         (["--tasks", "rte", "qnli"], "Not in this folder: qnli"),
         (["--jobs", "0"], "There are 0 jobs"),
         (["--rows", "ELECTRO"], "no row 'ELECTRO'"),
+        (["--first-seed", "-1"], "seed is -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(
