@@ -20,7 +20,7 @@ from .corruption import lay_out, num_masked
 from .objectives import Batch
 from .packing import Packing
 from .randomness import shuffled
-from .runtime import Runtime
+from .runtime import Runtime, usable_memory
 
 
 class Block(NamedTuple):
@@ -92,7 +92,7 @@ class Batches:
         if device.type != "cuda":
             return False
         need = int(self.examples.offsets[-1]) * self.examples.tokens_dtype.itemsize
-        room = torch.cuda.get_device_properties(device).total_memory / 4
+        room = usable_memory(device) / 4
         return wish == "yes" or (wish == "auto" and need < room)
 
     def block(self, step: int, steps: int) -> Block:

@@ -61,10 +61,10 @@ from .rundir import (
     was_evaluated,
 )
 from .runlog import RunLog, draw_curves
-from .runtime import Runtime
+from .runtime import Runtime, usable_memory
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
-_SPARE = 0.02  # of a GPU's memory that a micro-batch found by trying leaves: not all is seen there
+_SPARE = 0.02  # of the memory a process may use, left by a micro-batch found by trying
 
 
 def pretrain(
@@ -645,7 +645,7 @@ class Trainer:
             beside.append(torch.empty(size, dtype=torch.uint8, device=device))
 
         if on_gpu := device.type == "cuda":
-            occupy(int(_SPARE * torch.cuda.get_device_properties(device).total_memory))
+            occupy(int(_SPARE * usable_memory(device)))  # for what is not seen here
             tensors = [t for group in self.state().values() for t in group.values()]
             copied = {t.untyped_storage() for t in tensors if t.is_cuda}
             if self.runtime.is_main:

@@ -116,6 +116,13 @@ class Runtime:
                 self.store.set(f"electra/word/{self.rank}", word)
 
 
+def usable_memory(device: torch.device) -> float:
+    """Bytes of a GPU that this process may use: a user may have said how much (torch's
+    `per_process_memory_fraction`), and others share the device then."""
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    return share * torch.cuda.get_device_properties(device).total_memory
+
+
 def roll_call(store: Any, question: str, world: int, patience: timedelta) -> dict[int, str | None]:
     """What each process left at electra/`question`, None where nothing came in time."""
     answers: dict[int, str | None] = {}

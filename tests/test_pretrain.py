@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,7 @@ from electra.randomness import StepRng, shuffled
 from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
+from electra.runtime import usable_memory
 from electra.tokenizer import Tokenizer, train_tokenizer
 from tests.conftest import runtime
 
@@ -1024,6 +1026,15 @@ def test_the_micro_batch_that_fits_is_found_and_the_run_is_that_of_the_number_by
     assert without_events(lines) == without_events(metrics(tmp_path / "hand"))
     told = {"kind": "event", "step": 0, "micro_batch": size, "rows": 8}
     assert [m for m in lines if "micro_batch" in m] == [told]
+
+
+def test_a_process_that_may_use_a_part_of_a_gpu_spares_of_that_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = SimpleNamespace(total_memory=100_000)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.05)
+    assert usable_memory(torch.device("cuda")) == 5_000
 
 
 def test_a_continued_run_keeps_the_micro_batch_that_was_found(
