@@ -3,9 +3,10 @@ report.html with all there is to know of them on one page (`report_html.py`).
 
 Comes in: directories of pre-training runs (run.json, metrics.jsonl), of fine-tuning runs
 (results.json), of benchmarks, which hold one fine-tuning run per task, and of studies
-(ablate.json). Goes out: a table of each sort, and the paper's order by scale where a study was run
-at several. Names of runs, tasks and models are somebody else's text, so they are shown as code in
-Markdown, never start a formula in CSV, and are no mathematics in the picture.
+(ablate.json). Goes out: a table of each sort, one for records of a study that differ in their seeds
+alone, and the paper's order by scale where a study was run at several. Names of runs, tasks and
+models are somebody else's text, so they are shown as code in Markdown, never start a formula in
+CSV, and are no mathematics in the picture.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .ablate import CURVES, PAPER, STUDIES
+from .config import PretrainConfig, flat, to_dict
 from .errors import ElectraError
 from .files import reading, storage_errors, write_atomic
 from .runlog import read_metrics
@@ -66,6 +68,9 @@ class _Study(NamedTuple):
     name: str
     tasks: list[str]
     rows: dict[str, list[_Run]]
+    settings: dict[str, Any]  # all but the seeds, by dotted name
+    made: dict[str, str]  # by title: which program and machine; several where records were joined
+    notes: list[str]
 
 
 class Section(NamedTuple):
@@ -125,13 +130,14 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
         table = _finetuning_tables(finetuned)
         sections.append(Section(table, [_scores_panel(finetuned)], more, finetuned))
     same: dict[tuple[str, ...], list[_Study]] = {}
-    for study in studies:
+    for study in _joined(studies):
         figures, cells = _study_figures(study), _study_runs(study)
         sections.append(Section(_study_table(study), figures, [], cells))
         if study.rows:
             same.setdefault((study.name, *sorted(study.tasks)), []).append(study)
-    orders = [_order_by_scale(several) for several in same.values()]
-    return sections + [Section(lines, [], [], []) for lines in orders if lines]
+    for several in same.values():
+        sections += _by_scale(several) if len(several) > 1 else []
+    return sections
 
 
 def is_finite(value: Any) -> bool:
@@ -274,8 +280,86 @@ def _read_study(path: Path, title: str) -> _Study:
                 }
                 columns = ("step", *CURVES)
                 cell["curve"] = [{k: _number(point[k]) for k in columns} for point in one["curve"]]
+            cell["run"] = title
             rows.setdefault(cell["label"], []).append(cell)
-        return _Study(title, str(read["study"]), tasks, rows)
+        # A setting that is younger than the record had its default.
+        base = flat(to_dict(PretrainConfig())) | flat(dict(read["base"]))
+        settings = {key: value for key, value in base.items() if key != "run.seed"}
+        for key in ("equal", "corpus_fingerprint", "tuning", "tuning_seeds"):
+            settings[key] = read[key]
+        settings["tasks"] = sorted(tasks)
+        return _Study(title, str(read["study"]), tasks, rows, settings, {title: _made(read)}, [])
+
+
+def _made(record: dict[str, Any]) -> str:
+    """The program of a study's record and the machines of its cells."""
+    places = [dict(cell["environment"]) for cell in record["cells"] if "environment" in cell]
+    kinds = dict.fromkeys(f"{p.get('device', '?')}, torch {p.get('torch', '?')}" for p in places)
+    return "; ".join([f"program {record['environment'].get('source', '?')}", *kinds])
+
+
+def _joined(studies: Sequence[_Study]) -> list[_Study]:
+    """Records with the same settings and no cell in common as one study, the others as they are."""
+    result: list[_Study] = []
+    for study in studies:
+        for i, other in enumerate(result):
+            if other.name != study.name:
+                continue
+            if not (reason := _apart(other, study)):
+                result[i] = _join(other, study)
+                break
+            if other.settings["run.train_steps"] == study.settings["run.train_steps"]:
+                study.notes.append(f"Not joined with {code(other.title)}: {reason}.")
+        else:
+            result.append(study)
+    return result
+
+
+def _apart(a: _Study, b: _Study) -> str:
+    """Why two records of a study are not one, or nothing."""
+    if changed := _changed([a, b]):
+        return "; ".join(changed)
+    for key in a.rows.keys() & b.rows.keys():
+        if a.rows[key][0]["differs"] != b.rows[key][0]["differs"]:
+            return f"{code(key)} has other settings"
+    if twice := sorted(_finished(a).keys() & _finished(b).keys()):
+        more = f" and {len(twice) - 1} more" if len(twice) > 1 else ""
+        return f"both have {code(twice[0][0])}, seed {twice[0][1]}{more}"
+    return ""
+
+
+def _changed(studies: Sequence[_Study]) -> list[str]:
+    """The settings that are not the same in all studies, as Markdown."""
+    keys = sorted({key for study in studies for key in study.settings})
+    values = {key: [study.settings.get(key) for study in studies] for key in keys}
+    return [
+        f"{code(key)} is {', '.join(code(value) for value in each)}"
+        for key, each in values.items()
+        if any(value != each[0] for value in each)
+    ]
+
+
+def _finished(study: _Study) -> dict[tuple[str, int], _Run]:
+    """The cells that have a score, by label and seed."""
+    cells = (cell for cells in study.rows.values() for cell in cells if "score" in cell)
+    return {(cell["label"], cell["seed"]): cell for cell in cells}
+
+
+def _join(a: _Study, b: _Study) -> _Study:
+    cells = {(c["label"], c["seed"]): c for s in (a, b) for row in s.rows.values() for c in row}
+    cells |= _finished(a) | _finished(b)  # whichever record has what the other lacks
+    rows: dict[str, list[_Run]] = {key: [] for key in (*a.rows, *b.rows)}
+    for (key, _), cell in sorted(cells.items(), key=lambda item: item[0][1]):
+        rows[key].append(cell)
+    title, made = f"{a.title} + {b.title}", a.made | b.made
+    said = [f"{code(name)} by {code(what)}" for name, what in made.items()]
+    alike = "the same" if len(set(made.values())) == 1 else "not the same"
+    notes = [note for note in (*a.notes, *b.notes) if not note.startswith(_JOINED)]
+    notes.append(f"{_JOINED}: {', '.join(said)}. Program and machine are {alike}.")
+    return _Study(title, a.name, a.tasks, rows, a.settings, made, notes)
+
+
+_JOINED = "Records with the same settings, corpus and tasks and other seeds or rows, joined"
 
 
 def _one_line(text: str) -> str:
@@ -440,6 +524,7 @@ def _study_table(study: _Study) -> list[str]:
     ]
     title = f"## Study {code(study.name)} in {code(study.title)}"
     lines = [title, "", *table(head, rows), "", said, "", *_paper_order(study)]
+    lines += [line for note in study.notes for line in (note, "")]
     return [*lines, *troubles, *[""] * bool(troubles)]
 
 
@@ -449,12 +534,17 @@ def _first(study: _Study) -> str:
 
 
 def _gap(study: _Study, label: str, other: str) -> Spread | None:
-    """How far a setting is above another one: the seeds share text and masks, so pair by pair."""
+    """How far a setting is above another one."""
+    return spread(_gaps(study, label, other))
+
+
+def _gaps(study: _Study, label: str, other: str) -> list[float]:
+    """The same of every seed that both have: the seeds share text and masks."""
     ours, theirs = (
         {cell["seed"]: cell["score"] for cell in study.rows.get(key, []) if "score" in cell}
         for key in (label, other)
     )
-    return spread([ours[seed] - theirs[seed] for seed in ours if seed in theirs])
+    return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
 
 
 def _paper_pairs(name: str) -> dict[tuple[str, str], float]:
@@ -499,34 +589,123 @@ def _paper_order(study: _Study) -> list[str]:
     return [*table(head, rows), "", *[_SEEDS, ""] * any("not shown" in row[-1] for row in rows)]
 
 
-def _order_by_scale(studies: list[_Study]) -> list[str]:
-    """The same of one study at several scales, the smallest first, and from which on it is held."""
-    sizes = [(study.rows[_first(study)][0], study) for study in studies]
+def _by_scale(studies: Sequence[_Study]) -> list[Section]:
+    """One study at several scales, the smallest first: the paper's order, from which scale on it is
+    held, and how its differences change with the scale."""
+    # A row that all have tells the scale, ELECTRA where it is one of them: some may lack rows.
+    shared = [key for key in studies[0].rows if all(key in study.rows for study in studies)]
+    row = min(shared, key=lambda key: bool(studies[0].rows[key][0]["differs"]), default=None)
+    sizes = [(study.rows[row or _first(study)][0], study) for study in studies]
     sizes.sort(key=lambda size: size[0]["flops"])
     scales = [f"{cell['steps']:,} steps ({cell['flops']:.3g} FLOPs)" for cell, _ in sizes]
     rows: list[list[str]] = []
-    for (a, b), theirs in _paper_pairs(studies[0].name).items() if len(studies) > 1 else ():
-        gaps, since = [_gap(study, a, b) for _, study in sizes], ""
+    pairs: list[tuple[str, str]] = []  # those that are not held at every scale
+    for (a, b), theirs in _paper_pairs(studies[0].name).items():
+        found = [_gaps(study, a, b) for _, study in sizes]
+        gaps, since = list(map(spread, found)), ""
         for scale, gap in zip(scales, gaps, strict=True):
             if gap and gap.half is not None:  # a scale with fewer than two seeds says nothing
                 since = (since or scale) if gap.mean > gap.half else ""
         if any(gaps):
-            shown = [f"{gap}: {_verdict(gap, theirs)}" if gap else _NONE for gap in gaps]
+            shown = [f"{gap}: {_verdict(gap, theirs)}" if gap else "not run" for gap in gaps]
+            change = _slope(
+                [
+                    (math.log2(cell["flops"]), gap)
+                    for (cell, _), each in zip(sizes, found, strict=True)
+                    for gap in each
+                ]
+            )
             pair = [f"{code(a)} above {code(b)}", f"{theirs:.1f}"]
-            rows.append([*pair, *shown, since or "not yet"])
+            rows.append([*pair, *shown, change, since or "not yet"])
+            if any(gap and not gap.mean > (gap.half or 0) for gap in gaps):
+                pairs.append((a, b))
     if not rows:
         return []
     where = [f"{scale} in {code(s.title)}" for scale, (_, s) in zip(scales, sizes, strict=True)]
-    head = ["the paper's order", "by", *where, "held from"]
+    head = ["the paper's order", "by", *where, "per doubling", "held from"]
     title = f"## Study {code(studies[0].name)}: the paper's order by scale"
-    return [title, "", *table(head, rows), "", _SEEDS, ""]
+    said = "Held from: the smallest scale that was run from which on the interval is above 0; "
+    said += "what is held at the smallest of all may be held below it. Per doubling: by how much "
+    said += "the difference grows when the FLOPs double (least squares over all seeds; 95 % "
+    said += "confidence interval); above 0 it moves towards the paper's order."
+    lines = [title, "", *table(head, rows), "", said, "", _SEEDS, ""]
+    ordered = [study for _, study in sizes]
+    besides = [text for text in _changed(ordered) if "`run.train_steps`" not in text]
+    if besides:
+        lines += [f"Besides the steps these differ, in this order: {'; '.join(besides)}.", ""]
+    made = {name: what for study in ordered for name, what in study.made.items()}
+    if len(set(made.values())) > 1:
+        each = [f"{code(name)} by {code(what)}" for name, what in made.items()]
+        lines += [f"Program or machine are not the same: {', '.join(each)}.", ""]
+    return [Section(lines, _scale_figures(sizes, pairs), [], [])]
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> str:
+    """Of the line through them, × 100, with its 95 % confidence interval by Student's t."""
+    x, y = (np.array(values, dtype=np.float64) for values in zip(*points, strict=True))
+    x, y = x - x.mean(), y - y.mean()
+    square, freedom = float(x @ x), len(points) - 2
+    if square < 1e-9:  # a single scale
+        return _NONE
+    slope = float(x @ y) / square
+    if freedom < 1:
+        return f"{100 * slope:+.1f}"
+    rest = y - slope * x
+    error = math.sqrt(float(rest @ rest) / freedom / square)
+    half = error * _half_width(freedom + 1) * math.sqrt(freedom + 1)  # the t of `freedom`
+    return f"{100 * slope:+.1f} ({100 * (slope - half):+.1f} to {100 * (slope + half):+.1f})"
+
+
+def _scale_figures(
+    sizes: Sequence[tuple[_Run, _Study]], pairs: Sequence[tuple[str, str]]
+) -> list[Panel]:
+    """Scores over FLOPs by setting, and the differences of some pairs of settings."""
+    name = sizes[0][1].name
+
+    def lines(
+        axis: Any, i: int, key: str, points: list[tuple[float, Spread | None]], bars: str
+    ) -> None:
+        there = [
+            (x, 100 * s.mean, 100 * (getattr(s, bars) or 0.0)) for x, s in points if s is not None
+        ]
+        if there:
+            x, y, size = zip(*there, strict=True)
+            style = {"marker": "o", "markersize": 4, "capsize": 3, "color": f"C{i % 10}"}
+            axis.errorbar(x, y, size, label=label(key), **style)
+
+    def finish(axis: Any, title: str, of: str) -> None:
+        ticks = {
+            cell["flops"]: f"{cell['steps']:,} steps\n{cell['flops']:.3g}" for cell, _ in sizes
+        }
+        axis.set(xscale="log", xlabel=f"training FLOPs {of}", title=label(f"{name}: {title}"))
+        axis.set_xticks([], minor=True)
+        axis.set_xticks(list(ticks), list(ticks.values()))
+        if axis.get_legend_handles_labels()[0]:  # where it hides no bar
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize="small")
+
+    def scores(axis: Any) -> None:
+        for i, key in enumerate(dict.fromkeys(key for _, study in sizes for key in study.rows)):
+            cells = [study.rows[key] for _, study in sizes if key in study.rows]
+            found = [(row[0]["flops"], spread(_values(row, "score"))) for row in cells]
+            lines(axis, i, key, found, "std")
+        finish(axis, "mean over tasks × 100, ± standard deviation", "of each setting")
+
+    def differences(axis: Any) -> None:
+        for i, (a, b) in enumerate(pairs):
+            aside = 1.03 ** (i - (len(pairs) - 1) / 2)  # so that bars do not hide each other
+            found = [(cell["flops"] * aside, _gap(study, a, b)) for cell, study in sizes]
+            lines(axis, i, f"{a} above {b}", found, "half")
+        axis.axhline(0, color="grey", linewidth=0.8)
+        finish(axis, "not held at every scale, 95 % confidence", "of the scale")
+
+    return [scores, *[differences] * bool(pairs)]
 
 
 def _study_runs(study: _Study) -> list[_Run]:
     """A line of CSV per cell and task, or one for a cell without scores."""
     lines: list[_Run] = []
     for cell in (cell for cells in study.rows.values() for cell in cells):
-        run = {**cell, "run": study.title, "kind": "ablate", "recipe": study.name}
+        run = {**cell, "kind": "ablate", "recipe": study.name}
         scores: dict[str, _Run] = cell.get("scores", {})
         lines += [{**run, "task": task, **score} for task, score in scores.items()] or [run]
     return lines
@@ -663,11 +842,13 @@ def _study_figures(study: _Study) -> list[Panel]:
         axis.set(xlabel="generator as a share of the discriminator")
 
     def by_setting(axis: Any) -> None:
+        names = list[str]()
         for i, (key, cells) in enumerate(study.rows.items()):
-            points(axis, {key: i}, "", linestyle="none")
-            scores = [100 * score for score in _values(cells, "score")]
-            axis.scatter([i] * len(scores), scores, color="grey", s=9, zorder=3)
-        names = list(map(label, study.rows))
+            if scores := [100 * score for score in _values(cells, "score")]:
+                # A colour of its own, also where other settings were not run.
+                points(axis, {key: len(names)}, "", linestyle="none", color=f"C{i % 10}")
+                axis.scatter([len(names)] * len(scores), scores, color="grey", s=9, zorder=3)
+                names.append(label(key))
         axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
 
     def scores(axis: Any) -> None:

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -703,9 +704,27 @@ def a_cell(label: str, seed: int, scores: dict[str, list[float]], **changed: Any
     }
 
 
-def a_study(directory: Path, cells: list[dict[str, Any]], name: str = "efficiency") -> Path:
+def a_study(
+    directory: Path,
+    cells: list[dict[str, Any]],
+    name: str = "efficiency",
+    steps: int = 1000,
+    **changed: Any,
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    record = {"format": 1, "study": name, "tasks": ["cola", "rte"], "cells": cells}
+    record = {
+        "format": 1,
+        "study": name,
+        "base": to_dict(ablate.starting_point("small", steps)),
+        "equal": "steps",
+        "corpus_fingerprint": "c0",
+        "tuning": ["--max-train=10000"],
+        "tuning_seeds": 3,
+        "tasks": ["cola", "rte"],
+        "environment": {"source": "5a"},
+        "cells": cells,
+        **changed,
+    }
     (directory / "ablate.json").write_text(json.dumps(record))
     return directory
 
@@ -776,7 +795,7 @@ def at_scale(directory: Path, steps: int, above_bert: Mapping[str, Sequence[floa
         for more in [{"steps": steps, "flops": steps * 2e12}]
     ]
     cells.append(a_cell("ELECTRA 15%", 0, {}, state="not finished"))
-    return a_study(directory, cells)
+    return a_study(directory, cells, steps=steps)
 
 
 def test_the_papers_order_is_told_scale_by_scale(tmp_path: Path) -> None:
@@ -793,7 +812,7 @@ def test_the_papers_order_is_told_scale_by_scale(tmp_path: Path) -> None:
             {"ELECTRA": [3, 3.2], "All-Tokens MLM": [2, 2.2], "Replace MLM": [-2, -2.2]},
         ),
         at_scale(tmp_path / "middle", 2000, {"ELECTRA": [0, 2], "Replace MLM": [1.9, 2.1]}),
-        a_study(tmp_path / "nothing", []),
+        a_study(tmp_path / "nothing", [], steps=500),
     ]
     text = report(studies, tmp_path / "out")
     head, _, *rows = text.partition("the paper's order by scale\n\n")[2].splitlines()
@@ -802,20 +821,25 @@ def test_the_papers_order_is_told_scale_by_scale(tmp_path: Path) -> None:
         f"{n},000 steps ({2 * n}e+15 FLOPs) in `{name}`"
         for n, name in ((1, "short"), (2, "middle"), (4, "long"))
     )
-    assert head == f"| the paper's order | by | {short} | {middle} | {long} | held from |"
-    found = {line.split(" | ")[0]: line.split(" | ")[1:] for line in rows if " above " in line}
+    assert (
+        head
+        == f"| the paper's order | by | {short} | {middle} | {long} | per doubling | held from |"
+    )
+    found = {line.split(" | ")[0]: line.split(" | ")[1:] for line in rows if "` above `" in line}
     assert found["| `ELECTRA` above `BERT`"] == [
         "2.8",
         "3.1 ± 0.1 (1.8 to 4.4): held",
         "1.0 ± 1.4 (-11.7 to 13.7): not shown (4 seeds)",  # 3: 3.51; 4: 2.25
         "4.0 ± 0.8 (2.7 to 5.3): held",
+        "+0.7 (-0.9 to +2.2)",
         "4,000 steps (8e+15 FLOPs) |",  # and not from 1,000 on
     ]
     assert found["| `All-Tokens MLM` above `BERT`"] == [
         "2.1",
         "2.1 ± 0.1 (0.8 to 3.4): held",
-        "–",
+        "not run",
         "2.0: too few seeds to say",
+        "-0.1 (-1.2 to +1.1)",
         "1,000 steps (2e+15 FLOPs) |",  # the other two say nothing
     ]
     assert found["| `Replace MLM` above `BERT`"] == [
@@ -823,6 +847,7 @@ def test_the_papers_order_is_told_scale_by_scale(tmp_path: Path) -> None:
         "-2.1 ± 0.1 (-3.4 to -0.8): the reverse",
         "2.0 ± 0.1 (0.7 to 3.3): held",
         "2.0 ± 1.6 (-0.6 to 4.6): not shown (259 seeds)",  # 1.96920 × 1.6330 / √259 = 0.19981
+        "+1.9 (+0.3 to +3.5)",
         "not yet |",
     ]
     assert set(found) == {
@@ -836,6 +861,224 @@ def test_the_papers_order_is_told_scale_by_scale(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<td>4,000 steps (8e+15 FLOPs)</td>" in page
     assert "by scale" not in report(studies[:1])
+
+
+def rescaled(directory: Path, steps: int, shift: Mapping[str, float], missing: str) -> Path:
+    """The stored record of table 5 as of another number of steps, some rows moved by points."""
+    record = json.loads((ROOT / "results" / "ablate" / "efficiency" / "ablate.json").read_bytes())
+    record["base"]["run"]["train_steps"] = steps
+    for cell in record["cells"]:
+        cell["flops"] *= steps / 4000
+        cell["steps"] = steps
+        if cell["label"] == missing:
+            for key in ("scores", "score", "curve", "held_out"):
+                cell.pop(key, None)
+            cell["state"] = "not finished"
+        elif cell["state"] == "finished":
+            cell["score"] += shift.get(cell["label"], 0.0) / 100
+    directory.mkdir()
+    (directory / "ablate.json").write_text(json.dumps(record))
+    return directory
+
+
+def test_a_scale_may_lack_rows_and_shows_whether_a_gap_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records of the real format: at 16,000 steps one row was never started, one is not there."""
+    stats = pytest.importorskip("scipy.stats")
+    stored = ROOT / "results" / "ablate" / "efficiency"
+    small = rescaled(tmp_path / "few", 1000, {"Replace MLM": -3, "ELECTRA": -9}, "")
+    large = rescaled(tmp_path / "many", 16_000, {"ELECTRA 15%": 8.9}, "All-Tokens MLM")
+    record = json.loads((large / "ablate.json").read_bytes())
+    record["cells"] = [cell for cell in record["cells"] if cell["label"] != "Replace MLM"]
+    record["environment"]["source"] = "another"
+    (large / "ablate.json").write_text(json.dumps(record))
+    text = report([large, stored, small])
+    shown = text.partition("the paper's order by scale\n\n")[2]
+    head, _, *lines = shown.splitlines()
+    columns = head.strip("| ").split(" | ")[2:]
+    assert columns == [
+        "1,000 steps (4.31e+14 FLOPs) in `few`",
+        "4,000 steps (1.73e+15 FLOPs) in `efficiency`",
+        "16,000 steps (6.9e+15 FLOPs) in `many`",
+        "per doubling",
+        "held from",
+    ]
+    rows = {
+        cells[0].replace("`", ""): cells[2:]
+        for line in lines
+        if len(cells := line.strip("| ").split(" | ")) == 7 and " above " in line
+    }
+    assert len(rows) == 9
+    # Of All-Tokens MLM the largest scale has nothing, and so takes nothing away.
+    assert rows["ELECTRA above All-Tokens MLM"][2] == "not run"
+    assert rows["ELECTRA above All-Tokens MLM"][4] == columns[1].partition(" in ")[0]
+    assert rows["All-Tokens MLM above BERT"][2] == "not run"
+    assert rows["All-Tokens MLM above BERT"][4] == columns[0].partition(" in ")[0]
+    assert rows["Replace MLM above BERT"][2] == "not run"
+    assert rows["Replace MLM above BERT"][4] == "not yet"
+    assert rows["Replace MLM above BERT"][0].startswith("-7.1 ± 3.6 (-16.0 to 1.8): not shown")
+    assert rows["Replace MLM above BERT"][1].startswith("-4.1 ± 3.6 (-13.0 to 4.8): not shown")
+    gap = rows["ELECTRA 15% above BERT"]
+    assert gap[1].startswith("-3.6 ± 2.2 (-9.1 to 1.9): not shown")
+    assert gap[2].startswith("5.3 ± 2.2 (-0.2 to 10.8): not shown")
+    # Its 8.9 points in the last of two times four, by another program's regression.
+    cells = json.loads((stored / "ablate.json").read_bytes())["cells"]
+    ours, theirs = (
+        [cell["score"] for cell in cells if cell["label"] == label and "score" in cell]
+        for label in ("ELECTRA 15%", "BERT")
+    )
+    apart = [100 * (a - b) for a, b in zip(ours, theirs, strict=True)]
+    x = [step for step in (0, 2, 4) for _ in apart]
+    line = stats.linregress(x, [*apart, *apart, *(more + 8.9 for more in apart)])
+    half = stats.t.ppf(0.975, 7) * line.stderr
+    low, high = line.slope - half, line.slope + half
+    assert gap[3] == f"{line.slope:+.1f} ({low:+.1f} to {high:+.1f})"
+    assert low > 0  # the gap closes, though at no scale it is shown to be closed
+    assert "Program or machine are not the same" in shown
+    assert "`many` by `program another" in shown
+    assert "Besides the steps" not in shown
+
+    axes = seen_in(monkeypatch, [large, stored, small], tmp_path / "out")
+    assert len(axes) == 5
+    scores, gaps = axes[3:]
+    found = {c.get_label(): c.lines[0].get_xydata() for c in scores.containers}
+    assert {key: len(points) for key, points in found.items()} == {
+        "ELECTRA": 3,
+        "All-Tokens MLM": 2,
+        "Replace MLM": 2,
+        "ELECTRA 15%": 3,
+        "BERT": 3,
+    }
+    flops = next(cell["flops"] for cell in cells if cell["label"] == "BERT")
+    assert found["BERT"][:, 0].tolist() == pytest.approx([flops / 4, flops, flops * 4])
+    assert found["BERT"][:, 1].tolist() == pytest.approx([100 * sum(theirs) / 3] * 3)
+    bars = {c.get_label(): c.lines[2][0].get_segments() for c in scores.containers}
+    assert bars["BERT"][0][1][1] - bars["BERT"][0][0][1] == pytest.approx(
+        200 * statistics.stdev(theirs)
+    )
+    named = {c.get_label() for c in gaps.containers}
+    assert {"Replace MLM above BERT", "ELECTRA 15% above BERT"} <= named
+    assert "ELECTRA above BERT" in named  # moved away at the smallest scale
+    assert "All-Tokens MLM above BERT" not in named  # held wherever it was run
+
+
+def test_a_scale_without_electra_is_measured_by_a_row_that_all_have(tmp_path: Path) -> None:
+    few = at_scale(tmp_path / "few", 1000, {"ELECTRA": [3, 4], "Replace MLM": [1, 2]})
+    many = at_scale(tmp_path / "many", 2000, {"Replace MLM": [1, 2]})
+    for place, more in ((few, 1), (many, 0.4)):  # of this row the larger scale is the smaller one
+        record = json.loads((place / "ablate.json").read_bytes())
+        for cell in record["cells"]:
+            cell["flops"] *= more if cell["label"] == "ELECTRA" else 1
+        (place / "ablate.json").write_text(json.dumps(record))
+    text = report([many, few])
+    head = text.partition("by scale\n\n")[2].splitlines()[0]
+    assert head.index("1,000 steps (2e+15 FLOPs)") < head.index("2,000 steps (4e+15 FLOPs)")
+    assert "Besides the steps" not in text
+    (few / "ablate.json").write_text(
+        (few / "ablate.json").read_text().replace('"c0"', '"another text"')
+    )
+    text = report([many, few])
+    assert "in this order: `corpus_fingerprint` is `another text`, `c0`." in text
+
+
+# ---------------------------------------------------------------------- records of other seeds
+
+
+def with_seeds(directory: Path, seeds: Sequence[int], **changed: Any) -> Path:
+    """Joint training at 50 + the seed, adversarial at a point less."""
+    cells = [
+        a_cell(
+            label,
+            seed,
+            {"cola": [0, value, 1], "rte": [0, value, 1]},
+            differs={} if label == "joint" else {"objective.algorithm": label},
+        )
+        for seed in seeds
+        for label, value in (("joint", 0.5 + seed / 100), ("adversarial", 0.49 + seed / 100))
+    ]
+    return a_study(directory, cells, "algorithms", **changed)
+
+
+def test_records_of_other_seeds_are_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = with_seeds(tmp_path / "first", [0])
+    second = with_seeds(tmp_path / "second", [1], environment={"source": "5b"})
+    text = report([second, first], tmp_path / "out")
+    assert text.count("## Study") == 1
+    assert "## Study `algorithms` in `second + first`" in text
+    # 0.50 and 0.51: half of the interval is 12.7062 × 0.00707 / √2.
+    assert "| `joint` | 2 of 2 | 50.5 ± 0.7 (44.1 to 56.9) | – |" in text
+    assert "| `adversarial` | 2 of 2 | 49.5 ± 0.7 (43.1 to 55.9) | -1.0 ± 0.0 (" in text
+    assert "`second` by `program 5b`, `first` by `program 5a`" in text
+    assert "Program and machine are not the same." in text
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "report.csv").read_text())))
+    assert {(row["run"], row["seed"]) for row in rows} == {("first", "0"), ("second", "1")}
+    axes = seen_in(monkeypatch, [first, second], tmp_path / "out")
+    assert len(axes) == 3
+    assert len(axes[1].lines) == 4  # two settings, two seeds
+
+    # What one began and the other has is there once; three are joined as two are.
+    begun = with_seeds(tmp_path / "begun", [1, 2])
+    record = json.loads((begun / "ablate.json").read_bytes())
+    for cell in record["cells"]:
+        if cell["seed"] == 1:
+            cell["state"] = "not finished"
+    (begun / "ablate.json").write_text(json.dumps(record))
+    text = report([begun, first, second])
+    assert text.count("## Study") == 1
+    assert "| `joint` | 3 of 3 | 51.0 ± 1.0 (" in text
+    assert "not finished" not in text
+    assert text.count("joined:") == 1
+    text = report([first, with_seeds(tmp_path / "third", [3])])
+    assert "Program and machine are the same." in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"corpus_fingerprint": "c1"}, "`corpus_fingerprint` is `c0`, `c1`"),
+        ({"tuning": []}, "`tuning` is"),
+        ({"tuning_seeds": 2}, "`tuning_seeds` is `3`, `2`"),
+        ({"equal": "flops"}, "`equal` is `steps`, `flops`"),
+        ({"tasks": ["rte"]}, "`tasks` is"),
+        ({"base": {"optim": {"beta2": 0.98}}}, "`optim.beta2` is `0.999`, `0.98`"),
+        ({"seeds_of": [1, 0]}, "both have `adversarial`, seed 0 and 1 more"),
+        ({"differs": {"objective.disc_weight": 3}}, "`adversarial` has other settings"),
+    ],
+    ids=["text", "flags", "tuning seeds", "equal", "tasks", "base", "same seed", "a row"],
+)
+def test_records_that_differ_in_more_than_seeds_stay_apart(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    first = with_seeds(tmp_path / "first", [0])
+    second = with_seeds(tmp_path / "second", changed.get("seeds_of", [1]))
+    record = json.loads((second / "ablate.json").read_bytes())
+    for group, values in changed.pop("base", {}).items():
+        record["base"][group] |= values
+    for cell in record["cells"] if "differs" in changed else ():
+        cell["differs"] |= changed["differs"] if cell["label"] == "adversarial" else {}
+    (second / "ablate.json").write_text(json.dumps(record | changed))
+    text = report([first, second])
+    assert text.count("## Study") == 2
+    assert "Not joined with `first`: " in text
+    assert reason in text
+    assert "joined:" not in text
+    assert "| 2 of 2 |" not in text or "seeds_of" in changed
+
+
+def test_a_younger_setting_with_its_default_parts_no_records(tmp_path: Path) -> None:
+    first, second = (with_seeds(tmp_path / str(seed), [seed]) for seed in (0, 1))
+    record = json.loads((first / "ablate.json").read_bytes())
+    del record["base"]["optim"]["skip_spikes"]
+    record["base"]["run"]["seed"] = 5  # said cell by cell
+    (first / "ablate.json").write_text(json.dumps(record))
+    assert report([first, second]).count("## Study") == 1
+    steps = with_seeds(tmp_path / "steps", [2], steps=2000)
+    text = report([first, steps])  # another scale, of which nothing need be said
+    assert text.count("## Study") == 2
+    assert "Not joined" not in text
 
 
 def test_other_tasks_are_no_other_scale(tmp_path: Path) -> None:
@@ -923,7 +1166,7 @@ def test_the_csv_has_a_line_per_cell_and_task(study: Path, tmp_path: Path) -> No
     assert (rows[-1]["label"], rows[-1]["state"]) == ("Replace MLM", "failed: exit code 4")
 
 
-def seen_in(monkeypatch: pytest.MonkeyPatch, study: Path, out: Path) -> list[Any]:
+def seen_in(monkeypatch: pytest.MonkeyPatch, study: Path | Sequence[Path], out: Path) -> list[Any]:
     """The axes of the picture that is saved."""
     from matplotlib.figure import Figure
 
@@ -934,7 +1177,7 @@ def seen_in(monkeypatch: pytest.MonkeyPatch, study: Path, out: Path) -> list[Any
         save(figure, *args, **kwargs)
 
     monkeypatch.setattr(Figure, "savefig", look)
-    report([study], out)
+    report([study] if isinstance(study, Path) else study, out)
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
     return axes
 
