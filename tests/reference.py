@@ -103,7 +103,9 @@ def encode(w: Weights, x: np.ndarray, segment: np.ndarray, sees: np.ndarray, K: 
 def vocabulary_log_probabilities(w: Weights, h: np.ndarray, table: np.ndarray) -> np.ndarray:
     """(n, V): the output layer of a masked language model over token embeddings (V, E)."""
     e = normalised(w, "norm", gelu(linear(w, "dense", h)))
-    return np.log([softmax(row) for row in e @ table.T + w["bias"]])
+    logits = e @ table.T + w["bias"]
+    logits = logits - logits.max(1, keepdims=True)  # the log of a softmax may have no float64
+    return np.array([row - math.log(math.fsum(np.exp(row))) for row in logits])
 
 
 def detector_logits(w: Weights, h: np.ndarray) -> np.ndarray:

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from conftest import LENGTHS, B, V, batch_of, built, gradients, rng, settings
 from safetensors.torch import load_file
 from scipy.stats import chisquare
+from test_cli import MICRO
 from test_pretrain import assert_same_run, metrics, stop_after, with_run
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from electra import hf, objectives
+from electra import cli, hf, objectives
 from electra import pretrain as loop
 from electra.config import GeneratorConfig, ObjectiveConfig, PretrainConfig
 from electra.corpus import Corpus
@@ -236,13 +237,17 @@ def test_replace_mlm_is_that_of_the_loops() -> None:
     assert int(losses.scored) == len(at)
 
 
-@pytest.mark.parametrize("gate", [0.0, 40.0, -40.0, 900.0, -900.0])
-def test_all_tokens_mlm_is_that_of_the_loops(gate: float) -> None:
-    """Also where e^d, and so D or 1 − D, is no float64 any more."""
+@pytest.mark.parametrize(
+    ("gate", "unlikely"),
+    [(0, 0), (40, 0), (-40, 0), (900, 0), (-900, 0), (900, 1500), (-900, 1500), (1500, 900)],
+)
+def test_all_tokens_mlm_is_that_of_the_loops(gate: float, unlikely: float) -> None:
+    """Also where D or 1 − D is no float64 any more, or the softmax's share, or both at once."""
     config = settings(objective_kind="all_tokens_mlm")
     objective, batch = stirred(config), batch_of(config)
     with torch.no_grad():
         objective.discriminator_head.w.bias += gate
+        objective.main_head.bias[5:] -= unlikely
     k, slow = corrupted(objective, batch), Slow(objective, batch)
     x_corrupt = k.x_corrupt.numpy()
     d, terms = slow.d(x_corrupt), []
@@ -997,6 +1002,48 @@ def test_a_frozen_generator_stays_to_the_last_bit(
                 "discriminator",
                 "discriminator_head",
             }
+
+
+def test_fast_electra_reads_a_trained_generator_and_lets_its_temperature_fall(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the paper map writes the command: trained once, frozen, hot at first."""
+    places = ["--corpus", str(corpus.path), "--quiet"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert cli.run(["pretrain", *MICRO, *places, "--out", str(first)]) == 0
+    made, temperatures = objectives.proposal_logits, dict[int, float]()
+    sample = objectives.WithGenerator.sample
+
+    def watched(g: Tensor, original: Tensor, temperature: Any, disallow: bool) -> Tensor:
+        temperatures[len(temperatures)] = float(temperature)
+        return made(g, original, temperature, disallow)
+
+    def in_training(self: Any, g: Tensor, m: Any, batch: Batch, at: StepRng) -> Tensor:
+        steps.append(int(at.step))
+        return sample(self, g, m, batch, at)
+
+    steps: list[int] = []
+    monkeypatch.setattr(objectives, "proposal_logits", watched)
+    monkeypatch.setattr(objectives.WithGenerator, "sample", in_training)
+    sizes = [*MICRO[:1], *MICRO[MICRO.index("--data.sequence-length") :]]
+    flags = "--generator.frozen --generator.sharing none --generator.temperature 3"
+    flags += " --generator.temperature-steps 4"
+    init = ["--init", str(first), *flags.split()]
+    assert cli.run(["pretrain", *sizes, *places, *init, "--out", str(second)]) == 0
+    seen = dict(zip(steps, temperatures.values(), strict=True))
+    assert set(range(12)) <= set(seen)
+    for step, temperature in seen.items():
+        assert temperature == pytest.approx(1 + 2 * math.exp(-step / 4), rel=1e-6), step
+    trained, ours = (load_run(run).objective for run in (first, second))
+    assert isinstance(trained, objectives.WithGenerator)
+    assert isinstance(ours, objectives.WithGenerator)
+    x = torch.randint(5, corpus.vocab_size, (3, 11), generator=torch.Generator().manual_seed(0))
+    for name in ("generator", "discriminator"):
+        before, after = (
+            getattr(objective, name)(x, torch.zeros_like(x), None, None)
+            for objective in (trained, ours)
+        )
+        assert torch.equal(before, after) == (name == "generator")
 
 
 # ---------------------------------------------------------------------- from a run to the next use

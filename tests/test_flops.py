@@ -140,7 +140,9 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def executed(config: PretrainConfig, *, padded: bool, backward: bool = True) -> int:
+def executed(
+    config: PretrainConfig, *, padded: bool, backward: bool = True, stage: Any = None
+) -> int:
     """Products that torch does in one forward and backward pass of the real objective."""
     B, T = 3, config.data.sequence_length
     draw = torch.Generator().manual_seed(0)
@@ -150,6 +152,7 @@ def executed(config: PretrainConfig, *, padded: bool, backward: bool = True) -> 
     tokens = length.sum().float()
     batch = Batch(x, torch.zeros_like(x), length, tokens, 0.15 * tokens)
     objective = build_objective(config, V, SPECIAL, padded=padded)
+    objective.stage = stage or objective.stage
     with FlopCounterMode(display=False) as counter:
         losses = objective(batch, StepRng(0, torch.tensor(0), torch.arange(B)))
         if backward:
@@ -222,6 +225,20 @@ def test_two_stages_cost_the_mean_of_both(micro: PretrainConfig) -> None:
     frozen = counted(changed(joint, generator_frozen=True))
     first = counted(changed(micro, objective_kind="mlm"))  # the generator is as large
     assert counted(staged) == pytest.approx((first + frozen) / 2, rel=1e-12)
+    with sdpa_kernel(SDPBackend.MATH):
+        seen = [executed(staged, padded=False, stage=s) for s in ("generator", "discriminator")]
+    assert counted(staged) == pytest.approx(sum(seen) / 2, rel=1e-12)
+
+
+def test_of_adversarial_training_only_the_logit_of_its_baseline_is_not_counted(
+    micro: PretrainConfig,
+) -> None:
+    config = changed(micro, objective_algorithm="adversarial")
+    with sdpa_kernel(SDPBackend.MATH):
+        seen = executed(config, padded=False)
+    # One number from a state, and the gradient of its weights: nothing goes on into the state.
+    baseline = 3 * config.masked_slots * 2 * config.generator_encoder.hidden_size * 2
+    assert seen == pytest.approx(counted(config) + baseline, rel=1e-12)
 
 
 def test_fused_attention_hides_from_torch_exactly_the_products_of_attention(
