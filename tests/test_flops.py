@@ -65,10 +65,15 @@ def test_totals_are_those_the_published_script_prints(
 
 def test_others_that_the_script_counts_come_out_as_well() -> None:
     roberta = changed(recipe("bert-large"), data_batch_size=8000)
-    assert paper_flops(roberta, 50_265, 500_000) == pytest.approx(3.187221435776e21, rel=1e-12)
+    most = paper_flops(roberta, 50_265, 500_000)
+    assert most == pytest.approx(3.187221435776e21, rel=1e-12)
     gpt = changed(recipe("bert-base"), data_batch_size=128)
     total = paper_flops(gpt, 40_000, 960_800, output_fraction=1)
     assert total == pytest.approx(3.968752230785352e19, rel=1e-12)
+    # What the abstract says of compute, and the paper map repeats.
+    assert round(total / paper_flops(recipe("small"), 30_522)) == 31
+    shares = [paper_flops(recipe(name), 30_522) / most for name in ("large", "large-1.75m")]
+    assert [round(share, 2) for share in shares] == [0.22, 0.98]
     albert = changed(
         recipe("bert-large"),
         encoder_layers=12,
