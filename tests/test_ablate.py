@@ -1284,6 +1284,7 @@ def test_the_numbers_of_the_paper_map_are_those_of_the_records() -> None:
     page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
     records = sorted(ROOT.glob("results/**/ablate.json"))
     shown = report([file.parent for file in records])
+    shown += "".join(report([file.parent]) for file in records)  # joined they have other seeds
     numbers = set(re.findall(r"\d+\.\d ± \d+\.\d", page))
     assert len(numbers) > 12
     assert not {number for number in numbers if number not in shown}
@@ -1316,6 +1317,29 @@ def test_the_numbers_of_the_paper_map_are_those_of_the_records() -> None:
         100 * abs(a["scores"]["rte"]["median"] - b["scores"]["rte"]["median"]) for a, b in twice
     ]
     assert f"up to {max(of_rte):.1f}" in page
+
+
+def test_the_paper_s_order_by_scale_is_that_of_the_records() -> None:
+    page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
+    names = "efficiency-1000", "efficiency", "efficiency-16000", "efficiency-16000-seeds-3-4"
+    shown = report([ROOT / "results" / "ablate" / name for name in names])
+
+    def rows(text: str) -> list[list[str]]:
+        plain = text.replace("**", "").replace("−", "-").replace("`", "").replace("15 %", "15%")
+        lines = [line for line in plain.splitlines() if re.match(r"\| [^|]+ above ", line)]
+        return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
+
+    told, seen = ([r for r in rows(text) if len(r) == 7] for text in (page, shown))
+    assert len(told) == len(seen) == 9
+    for ours, theirs in zip(told, seen, strict=True):
+        assert ours[:2] == theirs[:2]
+        for cell, one in zip(ours[2:5], theirs[2:5], strict=True):
+            assert cell.split("),")[0].rstrip(")") == one.split("):")[0], (cell, one)
+        assert ours[5] == theirs[5]
+        assert ours[6] == theirs[6].split(" steps")[0]
+    bold = [r for r in page.splitlines() if re.match(r"\| [^|]+ above ", r) and r.count("|") == 8]
+    for line, theirs in zip(bold, seen, strict=True):
+        assert line.count("**") // 2 == sum(cell.endswith(": held") for cell in theirs), line
 
 
 def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:
