@@ -40,6 +40,8 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
             return f"attention heads of {e.head_size}"
         if e.hidden_size % 16 or e.hidden_size > 1024:
             return f"hidden states of {e.hidden_size}"
+        if e.ffn_size % 8:  # the copy engine takes rows of whole 16 bytes
+            return f"feed-forward parts of {e.ffn_size}"
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
     return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None

@@ -559,6 +559,7 @@ def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None
         ({"sequence_length": 129}, torch.bfloat16, "longer"),
         ({"attention_heads": 2}, torch.bfloat16, "heads of 128"),
         ({"hidden_size": 96, "attention_heads": 3}, torch.bfloat16, "heads of 24"),
+        ({"ffn_size": 1020}, torch.bfloat16, "feed-forward parts of 1020"),
         ({"dropout": 0.1}, torch.bfloat16, "dropout"),
         ({}, torch.float32, "float32"),
     ],
