@@ -51,6 +51,7 @@ from .objectives import (
     disc_share,
 )
 from .optim import Adam, added, learning_rate
+from .plan import make_plan
 from .randomness import StepRng
 from .rundir import (
     check_fits,
@@ -740,8 +741,10 @@ def _find_micro_batch(
     first = min(before or rows, rows)
     for size in _halves(first):
         trainer.split(size)
-        with _compiling(runtime, stop):
-            fits = trainer.fits(glance)
+        fits = not runtime.any(_hopeless(trainer, size))
+        if fits:
+            with _compiling(runtime, stop):
+                fits = trainer.fits(glance)
         if fits:
             break
         log.note(f"{size:,} sequences at once do not fit in the memory")
@@ -759,6 +762,16 @@ def _find_micro_batch(
         keep_micro_batch(out, stage, size)
     log.note(f"micro-batch: {size:,} of {rows:,} sequences at once")
     log.write("event", step, {"micro_batch": size, "rows": rows})
+
+
+def _hopeless(trainer: Trainer, size: int) -> bool:
+    """Whether what the encoders keep of so many sequences, reckoned low, is more than there is;
+    then nothing has to be compiled to see it."""
+    device, joint = trainer.runtime.device, trainer.objective.stage == "joint"
+    if device.type != "cuda" or not joint:  # one network alone needs less
+        return False
+    each = make_plan(trainer.config, vocab_size=8).kernel_bytes_per_sequence  # next to no logits
+    return 0.7 * each * size > usable_memory(device)
 
 
 def _compiling(runtime: Runtime, stop: StopRequest) -> contextlib.AbstractContextManager[None]:

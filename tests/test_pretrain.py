@@ -48,6 +48,7 @@ from electra.objectives import (
 )
 from electra.pretrain import pretrain
 from electra.randomness import StepRng, shuffled
+from electra.recipes import recipe
 from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
@@ -1035,6 +1036,24 @@ def test_a_process_that_may_use_a_part_of_a_gpu_spares_of_that_part(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.05)
     assert usable_memory(torch.device("cuda")) == 5_000
+
+
+def test_sizes_that_cannot_fit_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe("small")
+    trainer: Any = SimpleNamespace(
+        config=replace(config, encoder=replace(config.encoder, dropout=0, attention_dropout=0)),
+        objective=SimpleNamespace(stage="joint"),
+        runtime=SimpleNamespace(device=torch.device("cuda")),
+    )
+    # 9.47 GiB were measured with 1,024 sequences, weights and all, and 2.00 with 128.
+    for memory, most in ((10, 1024), (140, 8192), (2.1, 128)):
+        monkeypatch.setattr(loop, "usable_memory", lambda _, gib=memory: gib * 2**30)
+        assert not loop._hopeless(trainer, most)
+        assert loop._hopeless(trainer, 3 * most)
+    trainer.objective.stage = "generator"  # which is smaller
+    assert not loop._hopeless(trainer, 10**6)
+    trainer.objective.stage, trainer.runtime.device = "joint", torch.device("cpu")
+    assert not loop._hopeless(trainer, 10**6)
 
 
 def test_a_continued_run_keeps_the_micro_batch_that_was_found(
