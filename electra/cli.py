@@ -746,9 +746,15 @@ def _check_out(command: Command) -> None:
     """Refuse a place that cannot be written to before hours of work are put into it."""
     out: Path | None = getattr(command, "out", None)
     if out is not None and not getattr(command, "dry_run", False):
-        from .files import check_place
+        from .files import check_place, exclusive
 
         check_place(out.parent if isinstance(command, PredictCommand | EmbedCommand) else out)
+        # Before anything heavy is imported; for long it is held where there is something to write.
+        writers = PrepareCommand | PretrainCommand | FinetuneCommand | AblateCommand
+        is_first = os.environ.get("RANK", "0") == "0"
+        if isinstance(command, writers) and is_first and (out / ".lock").is_file():
+            with exclusive(out):
+                pass
 
 
 def _parse(argv: list[str]) -> Command:

@@ -465,24 +465,36 @@ def export_finetuned(
 @contextmanager
 def _replacing(out: Path) -> Generator[Path]:
     """A directory beside `out` that takes its place when the block ends, or vanishes with it."""
+    temporary, before = (out.with_name(f".{out.name}.{end}") for end in ("tmp", "before.tmp"))
+
+    def put_back() -> None:
+        """What was there, unless its successor is: something failed, or died, between the two."""
+        if before.exists() and not out.exists():
+            os.replace(before, out)
+
+    with storage_errors(out):
+        put_back()
     is_export = (out / "electra.json").is_file()
     if out.exists() and not is_export and (not out.is_dir() or any(out.iterdir())):
         what = "There is something else at the place of the export."
         fix = "choose a new or empty directory, or an earlier export, which is replaced"
         raise ElectraError(what, where=str(out), fix=fix)
-    temporary = out.with_name(f".{out.name}.tmp")
     try:
         with storage_errors(out):
-            shutil.rmtree(temporary, ignore_errors=True)
+            for left_over in (temporary, before):
+                shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
         yield temporary
         with storage_errors(out):
-            if out.exists():
-                shutil.rmtree(out)
+            if out.exists():  # never deleted under its name: half of it would be in the way
+                os.replace(out, before)
             os.replace(temporary, out)
             fsync_dir(out.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with storage_errors(out):
+            put_back()
+        for left_over in (temporary, before):
+            shutil.rmtree(left_over, ignore_errors=True)
 
 
 def _write(

@@ -250,11 +250,10 @@ def _beside(out: Path) -> Generator[Path]:
     """A directory in `out` whose files move up when the block ends, or vanish with it."""
     temporary = out / ".onnx.tmp"
     try:
-        with storage_errors(out):
+        with storage_errors(out):  # in the block too: the exporter and the quantiser write there
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-        yield temporary
-        with storage_errors(out):
+            yield temporary
             for name in _FILES:  # weights before what needs them
                 if (path := temporary / name).is_file():
                     with open(path, "rb") as file:

@@ -21,7 +21,7 @@ from .checkpoint import load_newest
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import DiskFull, ElectraError
-from .files import json_bytes, read_json, reading, write_atomic
+from .files import json_bytes, read_json, reading, storage_errors, write_atomic
 from .objectives import Objective, SpecialIds, build_objective
 from .optim import Adam
 from .plan import count_parameters
@@ -151,9 +151,12 @@ def enter_run(
         )
     if not (out / "tokenizer").exists():
         copy = out / ".tokenizer.tmp"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(corpus.tokenizer_dir, copy)
-        os.replace(copy, out / "tokenizer")
+        with storage_errors(out / "tokenizer"):
+            shutil.rmtree(copy, ignore_errors=True)
+            copy.mkdir()
+            for file in corpus.tokenizer_dir.iterdir():
+                write_atomic(copy / file.name, file.read_bytes())
+            os.replace(copy, out / "tokenizer")
     write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
     history = list(before.get("history", []))
     if changed:

@@ -109,13 +109,30 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 def _tensorboard(module: Any, directory: Path, from_step: int) -> Opened:
     place = (directory / "tensorboard").resolve()  # its thread opens the file again and again
+    if threading.excepthook is not _told_elsewhere:
+        _OTHERS.append(threading.excepthook)
+        threading.excepthook = _told_elsewhere
     writer = module.SummaryWriter(str(place), purge_step=from_step + 1)
 
     def log(numbers: Numbers, step: int) -> None:
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
 
-    return log, writer.close
+    def finish() -> None:
+        writer.flush()  # raises what ended its thread; closing would not
+        writer.close()
+
+    return log, finish
+
+
+_OTHERS: list[Callable[[threading.ExceptHookArgs], object]] = []  # what was there before
+
+
+def _told_elsewhere(args: threading.ExceptHookArgs) -> None:
+    """No traceback of TensorBoard's thread, which a full disk ends: whoever hands it the next line
+    gets that error and tells it as a `Tracker` does."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        _OTHERS[-1](args)
 
 
 def _trackio(module: Any, directory: Path, _: int) -> Opened:

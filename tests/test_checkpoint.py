@@ -439,6 +439,45 @@ for name, count, directory in {[(n, c, str(d)) for d, (n, c) in children.items()
     assert killed >= 2 * len(fault_points())
 
 
+def test_what_has_its_name_is_on_the_disk_and_nothing_goes_before_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the power is cut and no kill can show it: the order of syncs and renames."""
+    saver = Saver(tmp_path, keep=1)
+    saver.save(4, tensors(4), {"seconds": 4 / 3})
+    saver.wait()
+    seen: list[tuple[str, int, int]] = []  # what was done, to which inode, and its size then
+    fsync, rename = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        about = os.fstat(descriptor)
+        seen.append(("synced", about.st_ino, about.st_size))
+
+    def renamed(source: Path, target: Path) -> None:
+        about = source.stat()
+        rename(source, target)
+        seen.append((target.name, about.st_ino, about.st_size))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", synced)
+        patch.setattr(os, "replace", renamed)
+        saver.save(8, tensors(8), {"seconds": 8 / 3})
+        saver.wait()
+    done = [what for what, *_ in seen]
+    new = tmp_path / "step-00000008"
+    complete, is_there = done.index("MANIFEST.json"), done.index(new.name)
+    pruned = done.index(".tmp-pruned-step-00000004")
+    assert complete < is_there < pruned
+    files = {path.name: path.stat() for path in new.iterdir()}
+    assert len(files) == 4
+    for name, about in files.items():
+        assert ("synced", about.st_ino, about.st_size) in seen[:is_there], name
+    names = [(what, inode) for what, inode, _ in seen]
+    assert ("synced", new.stat().st_ino) in names[complete:is_there]
+    assert ("synced", tmp_path.stat().st_ino) in names[is_there:pruned]
+
+
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 64, 65])
 def test_what_travels_in_pieces_arrives_whole(size: int) -> None:
     bytes_ = torch.arange(size).to(torch.uint8)

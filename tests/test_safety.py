@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from test_checkpoint import assert_is, tensors
 from test_pretrain import assert_same_run, with_run
 
-from electra import cli, files, hf
+from electra import cli, files, hf, onnx_export
 from electra import pretrain as loop
 from electra.checkpoint import Saver, load_newest, size_of
 from electra.config import PretrainConfig, from_dict
@@ -35,6 +35,7 @@ from electra.pretrain import pretrain
 from electra.rundir import load_run
 from electra.runlog import RunLog, read_metrics
 from electra.tokenizer import Tokenizer
+from electra.trackers import Tracker
 
 ROOT = Path(__file__).parents[1]
 OLD_RUN = ROOT / "tests" / "fixtures" / "run-0.1.0"
@@ -230,10 +231,23 @@ WRITERS: dict[str, str] = {
     "finetune": "--model {made.export} --data {made.table} --out {out} --quiet --epochs 1"
     " --device cpu --threads 1",
     "embed": "--model {made.export} --input {text} --out {out}/vectors.npy",
+    "pretrain": "--config {made.run}/config.json --corpus {made.corpus} --out {out} --quiet",
+    "import": "{made.export} --out {out}",
+    "extend": "{made.export} --input {text} --out {out} --tokens 2",
+    "predict": "--model {made.tuned} --input {made.table} --out {out}/answers.csv",
+    "report": "{made.run} {made.tuned} --out {out}",
+    "onnx": "--model {made.tuned} --out {out}",
 }
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 1) for name in WRITERS), ("prepare", 2)])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *((name, 1) for name in WRITERS if name != "onnx"),
+        ("prepare", 2),
+        pytest.param("onnx", 1, marks=pytest.mark.long),  # each export takes seconds
+    ],
+)
 def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
     made: Artefacts,
     text: Path,
@@ -250,7 +264,7 @@ def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
         flags = WRITERS[name].format(
             text=text, tokenizer=tokenizer_dir, out=out, made=made, workers=workers
         )
-        if name == "embed":
+        if name in ("embed", "predict"):
             out.mkdir(exist_ok=True)
         with files_of_at_most(limit) if limit is not None else contextlib.nullcontext():
             assert cli.run([name, *flags.split()]) == (0 if limit is None else 2)
@@ -261,14 +275,107 @@ def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
         found = {str(p.relative_to(out)): p for p in out.rglob("*") if p.is_file()}
         assert not [path for path in found if ".tmp" in path]
         # The others hold dates and seconds.
-        timeless = (".safetensors", ".bin", ".npy", "tokenizer.json", "manifest.json")
+        timeless = (".safetensors", ".bin", ".npy", ".onnx", "tokenizer.json", "manifest.json")
+        timeless += ("answers.csv", "report.md")
         return {path: p.read_bytes() for path, p in found.items() if path.endswith(timeless)}
 
     whole = written(tmp_path / "whole")
     largest = max(map(len, whole.values()))
-    for limit in (largest - 1, random.Random(8).randrange(largest)):
+    for limit in (largest - 1, random.Random(8).randrange(largest), 40):
         written(tmp_path / f"{limit}", limit)
         assert written(tmp_path / f"{limit}") == whole
+
+
+def test_what_the_exporter_of_onnx_cannot_write_is_told(tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_text("of before")
+    with (
+        files_of_at_most(5),
+        pytest.raises(DiskFull, match="may not become so large") as caught,
+        onnx_export._beside(tmp_path) as place,
+    ):
+        (place / "model.onnx").write_text("a large one")
+    assert caught.value.where == str(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+    assert (tmp_path / "model.onnx").read_text() == "of before"
+
+
+def test_tensorboard_without_room_is_a_warning_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tensorboard")
+    told: list[str] = []
+    tracker = Tracker("tensorboard", tmp_path, 0, told.append)
+    with files_of_at_most(10):
+        tracker.write("train", 1, {"loss": 1.0})
+        tracker.close()
+    (line,) = told
+    assert "tensorboard gets no more lines: OSError" in line
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# An export that takes the place of an earlier one and dies at the n-th change of the disk.
+REPLACING = """
+import os, shutil, sys
+from pathlib import Path
+from electra.hf import _replacing
+
+def write(out, text):
+    with _replacing(out) as folder:
+        for name in ("electra.json", "a", "b"):
+            (folder / name).write_text(text)
+
+def dying(function):
+    def counted(*given, **named):
+        counted.left[0] -= 1
+        if counted.left[0] == 0:
+            os._exit(9)
+        return function(*given, **named)
+    counted.left = left
+    return counted
+
+work, at, code, left = Path(sys.argv[1]), 0, 9, [0]
+while code == 9:
+    at += 1
+    write(work / str(at), "old")
+    child = os.fork()
+    if child == 0:
+        left[0] = at
+        for name in ("replace", "unlink", "rmdir", "mkdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        write(work / str(at), "new")
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+assert code == 0
+print(at)
+"""
+
+
+def test_an_export_that_dies_while_it_replaces_another_leaves_one_of_them(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACING, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 4
+    states: set[str] = set()
+    for at in range(1, int(done.stdout) + 1):
+        out = tmp_path / str(at)
+        found = {path.read_text() for path in out.iterdir()} if out.exists() else {"none"}
+        assert len(found) == 1, at  # never of both
+        assert not out.exists() or len(list(out.iterdir())) == 3, at  # nor a part of one
+        states |= found
+        if found == {"none"}:  # between the two renames; the next try is refused half way
+            with pytest.raises(KeyError), hf._replacing(out):
+                raise KeyError
+            assert (out / "a").read_text() == "old"
+        with hf._replacing(out) as folder:
+            (folder / "electra.json").write_text("newest")
+        assert [path.read_text() for path in out.iterdir()] == ["newest"]
+    assert states == {"old", "new", "none"}
+    assert not list(tmp_path.glob(".*"))
 
 
 # ---------------------------------------------------------------------- no place
@@ -282,6 +389,12 @@ COMMANDS = {
     "finetune": ["--model", "/none", "--data", "/none"],
     "glue": ["--model", "/none", "--data", "/none"],
     "predict": ["--model", "/none", "--input", "/none"],
+    "extend": ["/none", "--input", "/none"],
+    "ablate": ["efficiency", "--corpus", "/none", "--data", "/none"],
+    "report": ["/none"],
+    "embed": ["--model", "/none", "--input", "/none"],
+    "onnx": ["--model", "/none"],
+    "demo": [],
 }
 
 
@@ -299,9 +412,15 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("case", ["a file", "below a file", "a system file", "no permission"])
+@pytest.mark.parametrize(
+    "case", ["a file", "below a file", "a system file", "no permission", "read-only disk"]
+)
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, case: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+    name: str,
+    case: str,
 ) -> None:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "closed").mkdir()
@@ -310,16 +429,20 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
         "below a file": tmp_path / "file" / "a" / "b",
         "a system file": Path("/proc/electra/run"),
         "no permission": tmp_path / "closed" / "run",
+        "read-only disk": tmp_path / "disk" / "run",
     }[case]
-    if name == "predict":
+    if name in ("predict", "embed"):
         out = out / "answers.csv"
+    if case == "read-only disk":
+        remount = ["mount", "-o", "remount,ro", str(request.getfixturevalue("small_disk"))]
+        subprocess.run(remount, check=True)
     (tmp_path / "closed").chmod(0o555)
     with as_nobody() if case == "no permission" else contextlib.nullcontext():
         code = cli.run([name, *COMMANDS[name], "--out", str(out)])
     told = capsys.readouterr().err
     assert code == 2
     assert "Cannot write" in told, told  # and nothing of the input that is not there
-    assert str(out if name != "predict" else out.parent) in told
+    assert str(out.parent if name in ("predict", "embed") else out) in told
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -329,18 +452,34 @@ def test_a_place_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_refusing_a_place_takes_no_heavy_import(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    argv = ["pretrain", "tiny", "--corpus", "/none", "--out", str(tmp_path / "file")]
+@pytest.mark.parametrize(
+    ("way", "words"), [("a file", "Cannot write"), ("in use", "Another process")]
+)
+def test_refusing_a_place_takes_no_heavy_import(tmp_path: Path, way: str, words: str) -> None:
+    """Which is what takes seconds; the rest is less than one of a processor's."""
+    out = tmp_path / "out"
+    argv = ["pretrain", "tiny", "--corpus", "/none", "--out", str(out)]
     code = f"import sys; from electra import cli; print(cli.run({argv!r}), 'torch' in sys.modules)"
-    done = subprocess.run(
+    if way == "a file":
+        out.touch()
+    held = contextlib.nullcontext() if way == "a file" else files.exclusive(out)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with held:
+        done = refused(code)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.stdout == "2 False\n", done.stderr
+    assert words in done.stderr
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 1
+
+
+def refused(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stdout == "2 False\n", done.stderr
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
