@@ -1146,6 +1146,9 @@ def r24(work: Path, scale: float) -> Seen:
 # ---------------------------------------------------------------------- what tests show
 
 
+MEASURED = ("seconds a megabyte", "MB of memory", "seconds from signal to end")
+
+
 def tested(*names: str) -> Callable[[Path, float], Seen]:
     """An entry that is a list of tests, those of the long tier included: they assert its figure."""
 
@@ -1160,20 +1163,22 @@ def tested(*names: str) -> Callable[[Path, float], Seen]:
         results = Counter(next(iter(tag), "passed") for tag in tags)
         counts = Counter(case.attrib["name"].partition("[")[0] for case in cases)
         found: dict[str, Any] = {**results, "tests": dict(counts)}
-        inputs, slowest = Counter[str](), dict[str, float]()  # what tests tell of themselves
+        inputs = Counter[str]()  # what tests tell of themselves
+        measured: dict[str, dict[str, float]] = {what: {} for what in MEASURED}
         for case in cases:
             kind = case.attrib["name"].partition("[")[2].rstrip("]")
             for told in case.iter("property"):
                 if told.attrib["name"] == "inputs":
                     inputs[kind.partition("-")[0]] += int(told.attrib["value"])
-                elif told.attrib["name"] == "seconds a megabyte":
-                    slowest[kind] = float(told.attrib["value"])
+                elif told.attrib["name"] in measured:
+                    measured[told.attrib["name"]][kind] = float(told.attrib["value"])
         if code:
             found["told"] = (work / "log").read_text(errors="replace")[-2000:]
         text = f"{results['passed']} of {len(cases)} tests passed"
-        if slowest:
-            found["seconds a megabyte"] = slowest
-            text += f", at most {max(slowest.values()):.2f} s a megabyte"
+        for what, each in measured.items():
+            if each:
+                found[what] = each
+                text += f", at most {max(each.values()):.4g} {what}"
         if inputs:
             found["inputs"] = dict(inputs)
             text += f", {inputs.total():,} inputs of {len(inputs)} kinds"

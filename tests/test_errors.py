@@ -784,7 +784,10 @@ sys.exit(code)
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("megabytes", [5, pytest.param(1000, marks=pytest.mark.long)])
 def test_a_single_huge_line_takes_little_memory(
-    megabytes: int, place: Place, capsys: pytest.CaptureFixture[str]
+    megabytes: int,
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     path = place.file("huge.txt", "")
     with path.open("w") as file:
@@ -796,6 +799,7 @@ def test_a_single_huge_line_takes_little_memory(
         print(
             f"\n{megabytes} MB in one line: {memory} MB, {time.monotonic() - began:.0f} s", end=" "
         )
+    request.node.user_properties.append(("MB of memory", memory))
     assert manifest["text"]["characters"] == megabytes * 1_000_000
     assert manifest["text"]["long_lines_cut"] >= megabytes * 1_000_000 // (1 << 16)
     assert memory <= 500
@@ -803,7 +807,12 @@ def test_a_single_huge_line_takes_little_memory(
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("files", [10_000, pytest.param(1_000_000, marks=pytest.mark.long)])
-def test_very_many_tiny_files(files: int, place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+def test_very_many_tiny_files(
+    files: int,
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
     for i in range(files):
         folder = place.here / "tiny" / str(i // 1000)
         if i % 1000 == 0:
@@ -813,6 +822,7 @@ def test_very_many_tiny_files(files: int, place: Place, capsys: pytest.CaptureFi
     manifest, memory = prepare_in_a_process(place.here / "tiny", place.tokenizer, place.out)
     with capsys.disabled():
         print(f"\n{files:,} files: {memory} MB, {time.monotonic() - began:.0f} s", end=" ")
+    request.node.user_properties.append(("MB of memory", memory))
     assert manifest["text"]["files"] == manifest["text"]["documents"] == files
     assert manifest["inputs"]["count"] == files
     assert len(manifest["inputs"]["files"]) == 1000  # the manifest stays small

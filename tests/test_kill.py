@@ -291,9 +291,12 @@ def test_a_signal_at_any_moment_costs_no_step(
     tmp_path: Path,
     uninterrupted: tuple[str, list[dict[str, Any]]],
     moments: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     runs = signalled_runs(corpus, tmp_path, moments)
     stopped = [run for run in runs if run["code"] == 75]
+    slowest = max(run["seconds"] for run in stopped)
+    request.node.user_properties.append(("seconds from signal to end", f"{slowest:.2f}"))
     assert len(stopped) == moments >= 0.7 * len(runs)  # the others were complete before it came
     for i, run in enumerate(runs):
         assert run["code"] == 75 or (run["code"], run["saved"]) == (0, STEPS), (i, run)

@@ -48,7 +48,7 @@ from electra.objectives import (
 )
 from electra.pretrain import pretrain
 from electra.randomness import StepRng, shuffled
-from electra.recipes import recipe
+from electra.recipes import RECIPES, recipe
 from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
@@ -851,6 +851,8 @@ def test_a_spike_is_left_out_and_its_rule_survives_a_resume(
 
     monkeypatch.setattr(ReplacedTokenDetection, "learn", spiking)
     config = with_run(micro, train_steps=145, eval_every=145, save_every=145)
+    assert not config.optim.skip_spikes  # nobody has it who does not ask for it
+    assert not any(settings().optim.skip_spikes for settings in RECIPES.values())
     config = changed(config, "optim.skip_spikes", True)
     pretrain(config, corpus, tmp_path / "whole", quiet=True)
     lines = {m["step"]: m for m in metrics(tmp_path / "whole") if m["kind"] == "train"}

@@ -24,6 +24,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 from electra import web
+from electra.cli import ServeCommand, UiCommand
 from electra.errors import ElectraError
 
 ROOT = Path(__file__).parents[1]
@@ -285,6 +286,15 @@ def test_what_takes_too_long_is_ended() -> None:
         end = time.monotonic() + 60
         while server.post("/hang?seconds=0", {})[0] != 200:
             assert time.monotonic() < end
+
+
+def test_the_limits_of_a_page_that_nobody_changed() -> None:
+    """Most tests take smaller ones; these are what a user gets."""
+    given = web.Limits()
+    assert (given.text, given.body, given.requests) == (2_000, 64 << 10, 18)  # 2 computed, 16 wait
+    assert (given.per_minute, given.seconds) == (30, 10.0)
+    assert UiCommand().per_minute == 30
+    assert UiCommand().host == ServeCommand().host == "127.0.0.1"
 
 
 def test_more_requests_than_fit_are_told_to_come_back() -> None:
