@@ -6,7 +6,9 @@ RELIABILITY_SCALE=0.1 makes the long ones short while something is being changed
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,3 +39,26 @@ def test_the_figure_is_met(name: str, scale: float, tmp_path: Path) -> None:
         pytest.skip(missing)
     seen = reliability.ENTRIES[name].run(tmp_path, scale)
     assert seen.holds, f"{seen.text}\n{seen.counts}"
+
+
+def test_the_script_finds_all_that_its_entries_import(tmp_path: Path) -> None:
+    """Some of it only when they run; pytest finds it anyway, whoever starts the script may not."""
+    script = Path(reliability.__file__)
+    lazily = {
+        alias.name
+        for function in ast.walk(ast.parse(script.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.startswith("test_")
+    }
+    assert {"test_distributed", "test_finetune", "test_tokenizer"} <= lazily
+    root = str(script.parents[1])  # an editable installation may or may not have it on the path
+    code = f"import runpy, sys; runpy.run_path({str(script)!r})\n"
+    code += f"sys.path[:] = [place for place in sys.path if place != {root!r}]\n"
+    code += f"import {', '.join(sorted(lazily))}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

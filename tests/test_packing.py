@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from conftest import SPECIAL, T, V, batch_of, built, gradients, rng, runtime, settings
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,7 +25,6 @@ from electra.objectives import Batch
 from electra.packing import Packing
 from electra.pretrain import pretrain
 from electra.tokenizer import Tokenizer
-from tests.conftest import SPECIAL, T, V, batch_of, built, gradients, rng, runtime, settings
 
 PARTS = ((9, 6, 4), (19, 0, 0), (11, 7, 0), (3, 3, 3))  # of rows of T = 19, the last one padded
 LENGTHS = tuple(n for row in PARTS for n in row if n)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from conftest import runtime
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
@@ -54,7 +55,6 @@ from electra.rundir import load_run
 from electra.runlog import read_metrics
 from electra.runtime import usable_memory
 from electra.tokenizer import Tokenizer, train_tokenizer
-from tests.conftest import runtime
 
 TIMING = {"seconds", "tokens_per_second", "mfu"}
 
