@@ -272,18 +272,98 @@ def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
         assert "Traceback" not in told
         assert limit is None or "may not become so large" in told, told
         assert limit is None or out.name in told.split("where:")[1]
-        found = {str(p.relative_to(out)): p for p in out.rglob("*") if p.is_file()}
-        assert not [path for path in found if ".tmp" in path]
-        # The others hold dates and seconds.
-        timeless = (".safetensors", ".bin", ".npy", ".onnx", "tokenizer.json", "manifest.json")
-        timeless += ("answers.csv", "report.md")
-        return {path: p.read_bytes() for path, p in found.items() if path.endswith(timeless)}
+        return content_of(out)
 
     whole = written(tmp_path / "whole")
     largest = max(map(len, whole.values()))
     for limit in (largest - 1, random.Random(8).randrange(largest), 40):
         written(tmp_path / f"{limit}", limit)
         assert written(tmp_path / f"{limit}") == whole
+
+
+def content_of(out: Path) -> dict[str, bytes]:
+    """What a command made, but for files that hold dates and seconds; nothing may be left over."""
+    found = {str(p.relative_to(out)): p for p in out.rglob("*") if p.is_file()}
+    beside = [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}")]
+    assert not [path for path in found if ".tmp" in path or "damaged-" in path] + beside
+    timeless = (".safetensors", ".bin", ".npy", ".onnx", "tokenizer.json", "manifest.json")
+    timeless += ("answers.csv", "report.md")
+    return {path: p.read_bytes() for path, p in found.items() if path.endswith(timeless)}
+
+
+# A command that dies at some of its changes of the disk, each time in a place of its own, and is
+# given again. One process imports everything and forks the rest.
+DYING = """
+import builtins, json, os, random, signal, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import torch.utils.tensorboard
+from electra import checkpoint, cli, hf
+
+hf._compare = lambda *_: []
+work, argv, tries = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+
+def run(number, at=0):
+    place = work / str(number) / "out"
+    place.parent.mkdir(exist_ok=True)
+    if "FOLDER" in argv:
+        place.mkdir(exist_ok=True)
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    done, opened = [0], open
+
+    def counted(function):
+        def change(*given, **named):
+            done[0] += 1
+            if done[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*given, **named)
+        return change
+
+    def counted_open(file, mode="r", *more, **named):
+        writes = set(mode) & set("wax+")
+        return (counted(opened) if writes else opened)(file, mode, *more, **named)
+
+    for name in ("replace", "unlink", "rmdir", "mkdir", "fsync"):
+        setattr(os, name, counted(getattr(os, name)))
+    builtins.open, checkpoint.save_file = counted_open, counted(checkpoint.save_file)
+    code = cli.run([part.replace("OUT", str(place)) for part in argv if part != "FOLDER"])
+    (work / "changes").write_text(str(done[0]))
+    os._exit(code)
+
+assert run(0) == 0
+changes = int((work / "changes").read_text())
+for at in sorted(random.Random(3).sample(range(1, changes + 1), min(tries, changes))):
+    codes = run(at, at), run(at)
+    assert codes == (-signal.SIGKILL, 0), (at, codes)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in WRITERS if name != "onnx"])
+def test_a_command_that_dies_at_any_change_of_the_disk_does_it_all_when_given_again(
+    made: Artefacts, text: Path, tokenizer_dir: Path, tmp_path: Path, name: str
+) -> None:
+    flags = WRITERS[name].format(
+        text=text, tokenizer=tokenizer_dir, out="OUT", made=made, workers=1
+    )
+    folder = ["FOLDER"] if name in ("embed", "predict") else []
+    argv = [name, *flags.split(), *folder]
+    (tmp_path / "places").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", DYING, str(tmp_path / "places"), json.dumps(argv), "14"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=590,
+    )
+    assert done.returncode == 0, done.stderr
+    whole, *others = (content_of(path) for path in sorted((tmp_path / "places").glob("*/out")))
+    assert whole
+    assert len(others) >= 5
+    assert others == [whole] * len(others)
 
 
 def test_what_the_exporter_of_onnx_cannot_write_is_told(tmp_path: Path) -> None:
