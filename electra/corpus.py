@@ -8,6 +8,7 @@ noted in `progress.json`; the same command goes on behind them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -135,13 +136,17 @@ def _check_settings(given: dict[str, Any]) -> None:
 
 def _describe(paths: list[Source]) -> dict[str, Any]:
     """The input files: a digest that notices changes, and the first of them by name."""
-    rows = [(str(path), *state_of(path)) for path in paths]
-    return {
-        "identity": json_sha256(rows),
-        "count": len(rows),
-        "bytes": sum(size for _, size, _ in rows),
-        "files": [{"path": path, "size": size} for path, size, _ in rows[:1000]],
-    }
+    digest, total = hashlib.sha256(b"["), 0  # of the JSON of all rows, without holding it
+    files: list[dict[str, Any]] = []
+    for i, path in enumerate(paths):
+        size, version = state_of(path)
+        digest.update((b"," if i else b"") + json_bytes([str(path), size, version]))
+        total += size
+        if i < 1000:
+            files.append({"path": str(path), "size": size})
+    digest.update(b"]")
+    count = len(paths)
+    return {"identity": digest.hexdigest(), "count": count, "bytes": total, "files": files}
 
 
 def _listing(directory: Path) -> list[Path]:

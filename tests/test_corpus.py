@@ -28,7 +28,7 @@ from electra.cli import run
 from electra.config import PretrainConfig
 from electra.corpus import Corpus, prepare
 from electra.errors import CorruptError, ElectraError, Stopped
-from electra.files import exclusive, json_bytes, xxh3_file
+from electra.files import exclusive, json_bytes, json_sha256, xxh3_file
 from electra.objectives import SpecialIds, build_objective
 from electra.pieces import Segments, packed, segments
 from electra.randomness import StepRng
@@ -388,6 +388,19 @@ def test_any_number_of_workers_and_any_order_give_the_same_bytes(
     assert len(results[0]) > 10
     lengths = Corpus.open(tmp_path / "workers-2").train.lengths
     assert 0.05 < np.mean(lengths < 32) < 0.2  # short rows, and the last one of each piece
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_digest_of_the_inputs_is_that_of_their_json(tmp_path: Path, count: int) -> None:
+    """Unfinished corpora of before have it; there are too many files to hold all of it."""
+    paths = [tmp_path / f'{i}"ü.txt' for i in range(count)]
+    for i, path in enumerate(paths):
+        path.write_text("x" * i)
+    rows = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
+    described = electra.corpus._describe(list(paths))
+    assert described["identity"] == json_sha256(rows)
+    assert (described["count"], described["bytes"]) == (count, sum(range(count)))
+    assert described["files"] == [{"path": path, "size": size} for path, size, _ in rows]
 
 
 def test_the_fingerprint_is_of_the_content(tmp_path: Path, tokenizer: Tokenizer) -> None:
