@@ -129,9 +129,7 @@ class Saver:
         ready: torch.cuda.Event | None,
         state: dict[str, Any],
     ) -> None:
-        # The training asks for Python's lock at every step and would wait 5 ms for it each time.
-        patience = sys.getswitchinterval()
-        sys.setswitchinterval(min(patience, 2e-4))
+        _short_turns.begin()
         try:
             if ready is not None:
                 with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
@@ -161,7 +159,7 @@ class Saver:
         except BaseException as error:
             self._error = error
         finally:
-            sys.setswitchinterval(patience)
+            _short_turns.end()
 
     def _prune(self) -> None:
         for path in _steps(self.directory)[self.keep :]:
@@ -172,6 +170,30 @@ class Saver:
                 os.replace(path, doomed)
             fault_point("during_prune")
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+class _ShortTurns:
+    """While any save is written: the training asks for Python's lock at every step and would wait
+    5 ms for it each time. Saves of several seeds overlap: the last one puts back what was there."""
+
+    def __init__(self) -> None:
+        self._lock, self._saves, self._before = threading.Lock(), 0, 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._saves == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, 2e-4))
+            self._saves += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._saves -= 1
+            if self._saves == 0:
+                sys.setswitchinterval(self._before)
+
+
+_short_turns = _ShortTurns()
 
 
 def _to_host(buffer: Tensor, stage: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,33 @@ def test_threads_take_short_turns_while_a_save_is_written_and_only_then(
     with pytest.raises(OSError, match="luck"):
         saver.wait()
     assert max(during) < before / 10
+    assert sys.getswitchinterval() == before
+
+
+def test_saves_that_overlap_leave_the_turns_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds that are fine-tuned at once save each by itself; the first to begin ends first."""
+    before, during = sys.getswitchinterval(), list[float]()
+    begun, ended = threading.Event(), threading.Event()
+
+    def write(directory: Path, *_: Any) -> Path:
+        if directory.name == "one":
+            assert begun.wait(30)
+        else:
+            begun.set()
+            assert ended.wait(30)
+            during.append(sys.getswitchinterval())
+        return directory
+
+    monkeypatch.setattr(checkpoint, "write_checkpoint", write)
+    one, other = (Saver(tmp_path / name, keep=2) for name in ("one", "other"))
+    one.save(4, tensors(4), {})
+    other.save(4, tensors(4), {})
+    one.wait()
+    ended.set()
+    other.wait()
+    assert during[0] < before / 10
     assert sys.getswitchinterval() == before
 
 
