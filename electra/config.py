@@ -143,7 +143,8 @@ class GeneratorConfig(Settings):
     temperature: Positive = 1.0
     """Divides the generator's logits before sampling."""
     temperature_steps: Whole = 0
-    """Steps over which the temperature falls towards 1 by a factor e; 0: it stays."""
+    """Steps over which the temperature falls towards 1 by a factor e; 0: it stays. Held-out text
+    is judged at 1."""
     disallow_correct: bool = False
     """Never sample the original token."""
     frozen: bool = False

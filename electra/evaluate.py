@@ -1,7 +1,8 @@
 """What the two networks can do on held-out text, and whether a run looks dead.
 
 The masks of an evaluation are those of step 0 under a fixed seed, so that different steps, and runs
-with the same batch and masking settings, are compared on the same positions.
+with the same batch and masking settings, are compared on the same positions. So that they are
+compared on samples of the same kind, a generator whose temperature falls samples at 1 here.
 """
 
 from __future__ import annotations

@@ -323,7 +323,7 @@ class WithGenerator(Objective):
         else:
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.stage != "discriminator"):
                 h, g = self.propose(x_masked, m, batch, rng, training=training)
-            x_hat = self.sample(g, m, batch, rng)  # (B, M)
+            x_hat = self.sample(g, m, batch, rng, training)  # (B, M)
         return Corruption(m, x_masked, h, g, x_hat, replace(x, m, x_hat))
 
     def propose(
@@ -357,19 +357,22 @@ class WithGenerator(Objective):
         return self.generator_head(h, self.generator.embeddings.table("word"))
 
     @torch.no_grad()
-    def sample(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng) -> Tensor:
+    def sample(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng, training: bool) -> Tensor:
         """x̂_i ~ p_G(x_i | x_masked), (B, M); no gradient flows through it."""
-        logits = self.proposal_logits(g, m, batch, rng)
+        logits = self.proposal_logits(g, m, batch, rng if training else None)
         u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])  # (B, M)
         x_hat = sample(logits.flatten(0, 1), u.flatten()).view_as(m.at)
         return resolve_duplicates(m, x_hat, self.config.objective)
 
-    def proposal_logits(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng) -> Tensor:
-        """The logits that are sampled from, (B, M, V)."""
+    def proposal_logits(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng | None) -> Tensor:
+        """The logits that are sampled from, (B, M, V). rng None means evaluation, whose step is no
+        step of the training: a temperature that falls has reached its end there."""
         c = self.config.generator
         temperature: float | Tensor = c.temperature
         if c.temperature_steps:  # T = 1 + (T_0 − 1) e^(−step / τ)
-            temperature = 1 + (c.temperature - 1) * torch.exp(-rng.step / c.temperature_steps)
+            temperature = 1.0
+            if rng is not None:
+                temperature += (c.temperature - 1) * torch.exp(-rng.step / c.temperature_steps)
         return proposal_logits(g, batch.x.gather(1, m.at), temperature, c.disallow_correct)
 
     def forward(self, batch: Batch, rng: StepRng) -> Losses:

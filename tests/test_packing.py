@@ -212,7 +212,7 @@ def losses_and_gradients(
             return draws[purpose]
         return unpack(draws[purpose])
 
-    def sample(_: Tensor, m: Positions, batch: Batch, __: Any) -> Tensor:
+    def sample(_: Tensor, m: Positions, batch: Batch, *__: Any) -> Tensor:
         original = batch.x.gather(1, m.at)
         return torch.where(original % 3 == 0, original, 5 + original * 7 % (V - 5))
 

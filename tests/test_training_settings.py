@@ -14,8 +14,8 @@ from torch import Tensor
 from electra.checkpoint import read_checkpoint
 from electra.config import PretrainConfig
 from electra.corpus import Corpus
-from electra.evaluate import evaluate
-from electra.objectives import disc_share
+from electra.evaluate import Evaluation, evaluate
+from electra.objectives import SpecialIds, build_objective, disc_share
 from electra.pretrain import pretrain
 from electra.rundir import load_run
 from electra.runlog import read_metrics
@@ -34,6 +34,24 @@ def trained(config: PretrainConfig, corpus: Corpus, out: Path) -> dict[str, dict
 
 def evaluations(out: Path) -> list[dict[str, Any]]:
     return [m for m in read_metrics(out) if m["kind"] == "eval"]
+
+
+# ---------------------------------------------------------------------- a falling temperature
+
+
+def test_held_out_text_is_judged_where_a_falling_temperature_ends(
+    micro: PretrainConfig, corpus: Corpus
+) -> None:
+    """Whatever the step: an evaluation has the random numbers of step 0, not its temperature."""
+    special = SpecialIds(**corpus.special_ids)
+
+    def judged(**generator: Any) -> Evaluation:
+        objective = build_objective(changed(micro, generator=generator), corpus.vocab_size, special)
+        return evaluate(objective, corpus.held_out, batches=4)
+
+    falling = judged(temperature=0.001, temperature_steps=10)
+    assert falling == judged()
+    assert falling != judged(temperature=0.001)
 
 
 # ---------------------------------------------------------------------- a rate per network
