@@ -331,8 +331,15 @@ class WithGenerator(Objective):
     ) -> tuple[Tensor, Tensor]:
         """The generator's states (B, M, D_G) and the logits of p_G(x_i | x_masked) (B, M, V)."""
         assert isinstance(self.generator, Encoder)
+        rng = self.generators_draws(rng)
         h = self.states_at(self.generator, x_masked, m, batch, rng, training=training)
         return h, self.generator_logits(h)
+
+    def generators_draws(self, rng: StepRng) -> StepRng:
+        """Its dropout's. An encoder that is both networks has the same keys in both of its passes:
+        one of them draws as in a step that no training comes to."""
+        is_one = self.config.generator.sharing == "all"
+        return rng._replace(step=rng.step + (1 << 62)) if is_one else rng
 
     def guess(
         self, x_masked: Tensor, m: Positions, batch: Batch, rng: StepRng
@@ -340,7 +347,8 @@ class WithGenerator(Objective):
         """States, samples and losses of the masked tokens; only one kernel sees the logits."""
         assert isinstance(self.generator, Encoder)
         assert self.generator_head is not None
-        h = self.states_at(self.generator, x_masked, m, batch, rng, training=True)  # (B, M, D_G)
+        draws = self.generators_draws(rng)
+        h = self.states_at(self.generator, x_masked, m, batch, draws, training=True)  # (B, M, D_G)
         e = self.generator_head.words(h.flatten(0, 1))  # (B M, E)
         original = batch.x.gather(1, m.at)
         u = rng.uniform(Purpose.SAMPLE, m.at.shape[1])

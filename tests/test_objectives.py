@@ -626,6 +626,30 @@ def test_no_two_places_share_their_dropout(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(sites) == len(set(sites)) == 2 * (1 + 3 * LAYERS)
 
 
+def test_an_encoder_that_is_both_networks_drops_independently_in_its_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost: dict[int, list[Tensor]] = {}
+    original = StepRng.dropout
+
+    def watched(self: StepRng, x: Tensor, p: float, site: int) -> Tensor:
+        lost.setdefault(site, []).append(original(self, torch.ones_like(x), p, site) == 0)
+        return original(self, x, p, site)
+
+    monkeypatch.setattr(StepRng, "dropout", watched)
+    config = settings(
+        encoder_dropout=0.2,
+        encoder_attention_dropout=0.2,
+        generator_width=1.0,
+        generator_sharing="all",
+    )
+    built(config)(batch_of(config), rng())
+    assert len(lost) == 1 + 3 * LAYERS
+    for site, (generators, discriminators) in lost.items():
+        both = (generators & discriminators).float().mean()
+        assert both == pytest.approx(0.2 * 0.2, abs=0.02), site
+
+
 def test_generator_and_discriminator_drop_independently() -> None:
     """Two encoders with the same weights and the same input give two different outputs."""
     config = settings(encoder_dropout=0.2, generator_width=1.0, generator_sharing="none")
