@@ -95,13 +95,14 @@ def pretrain(
             where="data.batch_size",
             fix="use a batch size that is a multiple of the number of processes",
         )
-    with exclusive(out) if runtime.is_main else contextlib.nullcontext(), StopRequest() as stop:
+    with StopRequest() as stop:
         try:
-            changed: list[str] = []
-            if runtime.is_main:
-                changed = enter_run(config, corpus, out, runtime, before, initial_from, force)
-            runtime.agree(0.0)  # the others wait until the directory is there
-            _train(config, corpus, out, runtime, stop, initial, changed, quiet)
+            with exclusive(out) if runtime.is_main else contextlib.nullcontext():
+                changed: list[str] = []
+                if runtime.is_main:
+                    changed = enter_run(config, corpus, out, runtime, before, initial_from, force)
+                runtime.agree(0.0)  # the others wait until the directory is there
+                _train(config, corpus, out, runtime, stop, initial, changed, quiet)
         except (LostProcess, Stopped):
             raise
         except BaseException as error:
@@ -157,6 +158,7 @@ def _train(
         what = "A frozen generator has to be a trained one."
         fix = "give its run or export as --init"
         raise ElectraError(what, where="generator.frozen", fix=fix)
+    del saved  # its tensors map the files: pruned ones would keep their room on the disk
     if runtime.any(runtime.agree(float(first_step)) != float(first_step)):
         raise ElectraError(
             "The processes see different checkpoints.",
@@ -317,6 +319,7 @@ def _train(
                         saver.wait()
                     with clock.paused():
                         trainer = trainer.second_stage()
+                        gc.collect()  # the optimizer before refers to itself, and is large
                         make_ready(step)
                 if trainer.needs_block:
                     seconds = runtime.agree(clock.read())

@@ -53,7 +53,7 @@ from electra.recipes import RECIPES, recipe
 from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
-from electra.runtime import usable_memory
+from electra.runtime import Runtime, usable_memory
 from electra.tokenizer import Tokenizer, train_tokenizer
 
 TIMING = {"seconds", "tokens_per_second", "mfu"}
@@ -291,6 +291,52 @@ def test_a_completed_run_does_nothing_when_run_again(
     pretrain(micro, corpus, tmp_path, quiet=True)
     assert {p: p.read_bytes() for p in before} == before
     assert (tmp_path / "metrics.jsonl").read_text() == lines
+
+
+def test_a_continued_run_lets_go_of_the_checkpoint_that_it_read(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors map files: once they are pruned, their room on the disk would stay taken."""
+    read, step = loop.load_newest, loop.Trainer.step
+    found, alive = list[weakref.ref[Any]](), list[bool]()
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        saved = read(*args, **kwargs)
+        found.append(weakref.ref(saved))
+        return saved
+
+    def watched(self: loop.Trainer) -> None:
+        alive.append(found[0]() is not None)
+        step(self)
+
+    monkeypatch.setattr(loop, "load_newest", remembered)
+    monkeypatch.setattr(loop.Trainer, "step", watched)
+    pretrain(micro, corpus, stopped_run, quiet=True)
+    assert len(found) == 1
+    assert alive
+    assert not any(alive)
+
+
+def test_the_second_stage_begins_without_the_optimizer_of_the_first(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second_stage, record = loop.Trainer.second_stage, loop.Trainer.record
+    first, alive = list[weakref.ref[Any]](), list[bool]()
+
+    def remembered(self: loop.Trainer) -> loop.Trainer:
+        first.append(weakref.ref(self.optimizer))
+        return second_stage(self)
+
+    def watched(self: loop.Trainer) -> None:
+        alive.extend(ref() is not None for ref in first)
+        record(self)
+
+    monkeypatch.setattr(loop.Trainer, "second_stage", remembered)
+    monkeypatch.setattr(loop.Trainer, "record", watched)
+    objective = replace(micro.objective, algorithm="two_stage", stage_two="fresh")
+    config = replace(micro, objective=objective, generator=replace(micro.generator, sharing="none"))
+    pretrain(with_run(config, train_steps=4), corpus, tmp_path / "run", quiet=True)
+    assert alive == [False]
 
 
 def test_lines_behind_the_checkpoint_are_cut_off_when_it_continues(
@@ -643,6 +689,21 @@ def test_a_directory_in_use_is_refused_and_left_alone(
     with exclusive(stopped_run), pytest.raises(ElectraError, match="Another process"):
         pretrain(micro, corpus, stopped_run, quiet=True)
     assert (stopped_run / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_others_are_told_that_the_directory_is_in_use(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else they would say of the main process that it does not answer."""
+    told = list[str]()
+    monkeypatch.setattr(Runtime, "report", lambda _, word: told.append(word))
+    monkeypatch.setattr(Runtime, "leave", lambda _: told.append("left"))
+    (tmp_path / "run").mkdir()
+    with exclusive(tmp_path / "run"), pytest.raises(ElectraError, match="Another process"):
+        pretrain(micro, corpus, tmp_path / "run", quiet=True)
+    word, left = told
+    assert word.startswith("ElectraError: Another process")
+    assert left == "left"
 
 
 def test_a_file_in_the_way_of_the_run_is_a_clear_error(
