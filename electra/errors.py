@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
@@ -83,7 +84,11 @@ class BrokenOff(BaseException):
 
 
 class StopRequest:
-    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends at once."""
+    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends at once.
+
+    Signals come to the main thread alone, and what they do there is for the program to say that
+    started another one: in another thread nothing is turned.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -93,8 +98,9 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in self.SIGNALS:
-            self._before[number] = signal.signal(number, self._handle)
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -149,10 +149,13 @@ def unigram_entropy(counts: NDArray[np.float64]) -> float:
     return float(-(share * np.log(share)).sum())
 
 
-def diagnose(evaluation: Evaluation, unigram: float, progress: float) -> list[str]:
+def diagnose(
+    evaluation: Evaluation, unigram: float, progress: float, disc_start: float = 0.0
+) -> list[str]:
     """Sentences about what looks wrong and what to try; empty when the run looks alive.
 
-    Before a tenth of the run nothing is said: every run starts at the unigram entropy.
+    Before a tenth of the run nothing is said: every run starts at the unigram entropy. Nor of a
+    discriminator that has learned for less, if it begins when `disc_start` of the run is done.
     """
     if progress < 0.1:
         return []
@@ -163,9 +166,10 @@ def diagnose(evaluation: Evaluation, unigram: float, progress: float) -> list[st
             f"against an entropy of {unigram:.2f} nats). Try a longer warm-up, a lower learning "
             "rate, a smaller batch with more steps, or --encoder.init local."
         )
-    if evaluation.disc_auc is not None and evaluation.disc_auc < 0.53:
+    auc, has_learned = evaluation.disc_auc, progress >= disc_start + 0.1
+    if auc is not None and auc < 0.53 and has_learned:
         found.append(
-            f"the discriminator cannot tell replaced tokens (AUC {evaluation.disc_auc:.2f}). Wait "
+            f"the discriminator cannot tell replaced tokens (AUC {auc:.2f}). Wait "
             "for the generator to learn first; if that does not help, lower the learning rate or "
             "make the generator smaller."
         )

@@ -294,7 +294,10 @@ def _train(
             shown += f", precision {result.disc_precision:.2f}, recall {result.disc_recall:.2f}"
         log.note(shown)
         floor = unigram if config.generator.kind == "network" else math.inf
-        for text in diagnose(result, floor, progress):
+        begin = config.objective.disc_start_percent / 100
+        if switch is not None:
+            begin = switch / run.train_steps
+        for text in diagnose(result, floor, progress, begin):
             log.warn(text)
             log.write("event", step, {"warning": text})
         return True

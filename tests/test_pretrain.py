@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -1703,6 +1704,8 @@ def test_a_dead_generator_and_a_blind_discriminator_are_named() -> None:
     dead = replace(ALIVE, mlm_loss=5.0, disc_auc=0.5)
     assert len(diagnose(dead, 4.0, 0.1)) == 2
     assert diagnose(dead, 4.0, 0.05) == []
+    assert len(diagnose(dead, 4.0, 0.55, 0.5)) == 1  # it has only just begun
+    assert len(diagnose(dead, 4.0, 0.65, 0.5)) == 2
 
 
 def test_a_dead_run_is_warned_about_in_its_metrics(
@@ -1712,6 +1715,46 @@ def test_a_dead_run_is_warned_about_in_its_metrics(
     pretrain(frozen, corpus, tmp_path, quiet=True)
     events = [m for m in metrics(tmp_path) if m["kind"] == "event"]
     assert any("token frequencies" in m["warning"] for m in events)
+
+
+@pytest.mark.parametrize("waits", ["two_stage", "head start"])
+def test_a_discriminator_that_does_not_learn_yet_is_not_blamed(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    waits: str,
+) -> None:
+    monkeypatch.setattr(loop, "evaluate", lambda *_, **__: replace(ALIVE, disc_auc=0.5))
+    if waits == "two_stage":
+        objective = replace(micro.objective, algorithm="two_stage", stage_two="fresh")
+        generator = replace(micro.generator, sharing="none")
+        config = replace(micro, objective=objective, generator=generator)
+    else:
+        config = changed(micro, "objective.disc_start_percent", 50.0)
+    pretrain(with_run(config, eval_every=3), corpus, tmp_path, quiet=True)
+    blamed = [m["step"] for m in metrics(tmp_path) if "AUC" in m.get("warning", "")]
+    assert blamed == [12, 15, 18, 20]  # of 20 steps
+
+
+def test_a_run_in_another_thread_is_the_same_run(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Where Python lets nobody say what a signal does."""
+    config, failed = with_run(micro, train_steps=3), list[BaseException]()
+
+    def work() -> None:
+        try:
+            pretrain(config, corpus, tmp_path / "thread", quiet=True)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failed == []
+    pretrain(config, corpus, tmp_path / "main", quiet=True)
+    assert_same_run(tmp_path / "thread", tmp_path / "main")
 
 
 def test_a_setting_without_effect_is_told_at_the_start(
