@@ -60,6 +60,7 @@ LAYER_BACKWARD: Config = {
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
 }
 CHUNK = 64  # of flat buffers: parameters begin at multiples of it
+MOST_PLACES = 2**31 - 1  # of a flat buffer, which the kernels of the optimizer can tell apart
 SQUARES: Config = {"ROWS": 64, "PROGRAMS": 528, "STAGES": 1, "num_warps": 8}
 ADAM: Config = {"ROWS": 16, "num_warps": 8}  # 16 bytes of float32 a thread, one way to lie
 
@@ -1015,7 +1016,7 @@ def adam(
 
 def _chunks(wide: Tensor, narrow: Tensor | None, where: slice) -> tuple[int, int, int]:
     """First and last of the narrow chunks, and how many there are in all."""
-    assert len(wide) < 2**31, "places are 32 bits wide"
+    assert len(wide) <= MOST_PLACES, "places are 32 bits wide"
     assert narrow is None or len(narrow) == where.stop - where.start, (narrow.shape, where)
     assert all(place % CHUNK == 0 for place in (len(wide), where.start, where.stop)), where
     return where.start // CHUNK, where.stop // CHUNK, len(wide) // CHUNK

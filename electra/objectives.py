@@ -339,7 +339,7 @@ class WithGenerator(Objective):
         """Its dropout's. An encoder that is both networks has the same keys in both of its passes:
         one of them draws as in a step that no training comes to."""
         is_one = self.config.generator.sharing == "all"
-        return rng._replace(step=rng.step + (1 << 62)) if is_one else rng
+        return StepRng(rng.seed, rng.step + (1 << 62), rng.rows) if is_one else rng
 
     def guess(
         self, x_masked: Tensor, m: Positions, batch: Batch, rng: StepRng

@@ -66,7 +66,8 @@ class Adam:
     ) -> None:
         """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1.
 
-        kernel: update by an own kernel, where all is Adam's and in this process; else by torch's.
+        kernel: update by an own kernel, where all is Adam's, in this process and not too much for
+        it; else by torch's.
         """
         self.config = config
         self.exchange = exchange or Exchange()
@@ -107,7 +108,8 @@ class Adam:
             own = slot._replace(start=slot.start - bounds[1]) if half else slot
             parameter.data = own.of(self._shadow if half else self.master)
             self._grads.append(own.of(self._half_grad if half else self.grad))
-        self.kernel = kernel and self.exchange.runtime is None and not hidden
+        fits = not hidden and len(self.master) <= kernels.MOST_PLACES
+        self.kernel = kernel and self.exchange.runtime is None and fits
         self._narrow = False  # gradients of working copies are not widened: the kernel does it
         if self.kernel:
             self._table = self._by_chunk(multipliers or {}).to(device)

@@ -106,7 +106,7 @@ class Runtime:
             self.report("")
             for rank, word in roll_call(self.store, "word", self.world, _GRACE).items():
                 if word != "":
-                    raise _lost(rank, word) from error
+                    raise _lost(rank, word, error) from error
             raise  # all are there: it was something else
 
     def report(self, word: str) -> None:
@@ -137,9 +137,12 @@ def roll_call(store: Any, question: str, world: int, patience: timedelta) -> dic
     return answers
 
 
-def _lost(rank: int, word: str | None) -> LostProcess:
+def _lost(rank: int, word: str | None, seen: RuntimeError | None = None) -> LostProcess:
+    what = f"Process {rank} " + (f"failed: {word}" if word else "does not answer.")
+    if seen is not None and not word:  # perhaps it is well and waits: then this is the true fault
+        what += f" Seen from here: {next(iter(str(seen).splitlines()), type(seen).__name__)}"
     return LostProcess(
-        f"Process {rank} " + (f"failed: {word}" if word else "does not answer."),
+        what,
         where=f"rank {rank}",
         fix="look at its messages and its machine, then give the same command again; if it was "
         "only slow, raise --run.timeout-seconds",

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from conftest import runtime
 from test_pretrain import assert_same_run
 from torch import Tensor
 
 from electra import ablate, exchange
+from electra import runtime as runtimes
 from electra.checkpoint import load_newest, read_checkpoint
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
-from electra.errors import ElectraError, Stopped
+from electra.errors import ElectraError, LostProcess, Stopped
 from electra.exchange import Exchange
 from electra.files import json_bytes, read_json
 from electra.objectives import (
@@ -488,6 +491,23 @@ def lose_one(
         run.wait()
     (log,) = (work / "logs").rglob(f"{1 - rank}/stderr.log")
     return log.read_text(), seconds
+
+
+def test_a_fault_of_this_process_is_told_though_another_one_leaves_no_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It waits where this one failed, and cannot know: that it does not answer is not all."""
+    monkeypatch.setattr(runtimes, "_GRACE", timedelta(0))
+    here = replace(runtime(world=2), store=dist.HashStore())
+    with pytest.raises(LostProcess) as caught, here.together():
+        raise RuntimeError("NCCL error: no memory for a ring\nLast error:")
+    assert caught.value.what == (
+        "Process 1 does not answer. Seen from here: NCCL error: no memory for a ring"
+    )
+    here.store.set("electra/word/1", "ValueError: of all things")
+    with pytest.raises(LostProcess) as caught, here.together():
+        raise RuntimeError("Connection closed by peer")
+    assert caught.value.what == "Process 1 failed: ValueError: of all things"
 
 
 WORDS = {

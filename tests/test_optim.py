@@ -459,6 +459,18 @@ def test_the_kernel_does_what_torchs_adam_does(
         assert torch.equal(parameter, two["model"][slot.name].to(parameter.dtype))
 
 
+@pytest.mark.skipif(not kernels.available(), reason="Triton is not installed")
+def test_more_numbers_than_the_kernel_can_tell_apart_are_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = len(Adam(net(), OptimConfig()).master)
+    for most, own in ((there, True), (there - 1, False)):
+        monkeypatch.setattr(kernels, "MOST_PLACES", most)
+        adam = Adam(net(), OptimConfig(), kernel=True)
+        assert adam.kernel == own
+        apply(adam, gradients(net(), 1), 0.1, 0)
+
+
 def test_the_first_corrections_of_the_kernel_are_exact_enough() -> None:
     """1 − 0.999 is a thousandth of what it is made of; ten steps against float64."""
     adam = Adam(net(), OptimConfig(weight_decay=0.0, beta2=0.9999), kernel=kernels.available())
