@@ -484,7 +484,10 @@ def finetune(
             _keep_finished(out, {seed for seed in run.seeds if done[seed]})
             log = RunLog(out, active=True, from_step=config.seeds * 10**9, quiet=quiet)
             try:
-                done |= _train_seeds(run, left, log, stop)
+                at_once = min(len(left), config.at_once or _AT_ONCE)
+                at_once = at_once if runtime.device.type == "cuda" else 1
+                with _memory_errors(config, at_once):
+                    done |= _train_seeds(run, left, at_once, log, stop)
             finally:
                 log.close()
         return run.finish([done[seed] for seed in run.seeds])
@@ -585,13 +588,30 @@ class _Run:
         export_finetuned(model, task, config.head, e.tokenizer, out, **told)
 
 
+@contextlib.contextmanager
+def _memory_errors(config: FinetuneConfig, at_once: int) -> Generator[None]:
+    """A device without room becomes an error that names what takes less of it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not runtimes.is_out_of_memory(error):
+            raise
+        what, where = (
+            f"The device has no memory left with batches of {config.batch_size}",
+            "batch_size",
+        )
+        fix = "use a smaller model, shorter texts (--length) or a smaller --batch-size"
+        if at_once > 1:
+            what, where = f"{what} and {at_once} seeds at once", "at_once"
+            fix = f"--at-once {at_once // 2} trains each seed as before in less memory"
+        raise ElectraError(f"{what}.", where=where, fix=fix) from error
+
+
 def _train_seeds(
-    run: _Run, seeds: Sequence[int], log: RunLog, stop: StopRequest
+    run: _Run, seeds: Sequence[int], at_once: int, log: RunLog, stop: StopRequest
 ) -> dict[int, dict[str, Any]]:
-    """Train and score these seeds, on a GPU several at once; their results."""
+    """Train and score these seeds, `at_once` at a time; their results."""
     config, data, runtime = run.config, run.data, run.runtime
-    on_gpu = runtime.device.type == "cuda"
-    at_once = min(len(seeds), config.at_once or _AT_ONCE) if on_gpu else 1
     features = DeviceFeatures(data.train, runtime.device)
     told = (run.encoder, data.train, data.task, data.outputs, config, runtime)
     idle = [Trainer(*told, data=features) for _ in range(at_once)]

@@ -62,7 +62,7 @@ from .rundir import (
     was_evaluated,
 )
 from .runlog import RunLog, draw_curves
-from .runtime import Runtime, usable_memory
+from .runtime import Runtime, is_out_of_memory, usable_memory
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 _SPARE = 0.02  # of the memory a process may use, left by a micro-batch found by trying
@@ -633,7 +633,7 @@ class Trainer:
             with self.optimizer.exchange.alone():
                 self._rehearse(glance)
         except RuntimeError as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             ran_out = True
         # Only here is the error gone, which held on to every tensor of the step.
@@ -796,24 +796,13 @@ def _halves(size: int) -> Iterator[int]:
         parts *= 2
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Also of what recording a graph raises on its way out, and of compilers and libraries, which
-    have errors of their own for it."""
-    told = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
-    return any(
-        isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in told)
-        for e in (error, error.__context__, error.__cause__)
-        if e is not None
-    )
-
-
 @contextlib.contextmanager
 def _memory_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
     """A device without room becomes an error that names a smaller micro-batch."""
     try:
         yield
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         if (at_work := trainer()) is None:
             what = "The device has no memory for the model and its optimizer."

@@ -123,6 +123,17 @@ def usable_memory(device: torch.device) -> float:
     return share * torch.cuda.get_device_properties(device).total_memory
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also of what recording a graph raises on its way out, and of compilers and libraries, which
+    have errors of their own for it."""
+    told = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+    return any(
+        isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in told)
+        for e in (error, error.__context__, error.__cause__)
+        if e is not None
+    )
+
+
 def roll_call(store: Any, question: str, world: int, patience: timedelta) -> dict[int, str | None]:
     """What each process left at electra/`question`, None where nothing came in time."""
     answers: dict[int, str | None] = {}

@@ -968,6 +968,24 @@ def test_bad_steps_outlive_a_stop(tune: Tune, stopped: Callable[..., None], tmp_
     assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize(("at_once", "fix"), [(1, "--batch-size"), (5, "--at-once 2")])
+def test_a_device_without_memory_is_told_what_takes_less(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, fix: str
+) -> None:
+    def without_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Trainer, "train_step", without_memory)
+    with pytest.raises(ElectraError, match="no memory left with batches of 8") as caught:
+        tune(tmp_path / "run")
+    assert "--batch-size" in caught.value.fix
+    with pytest.raises(ElectraError) as caught, module._memory_errors(SETTINGS, at_once):
+        without_memory()
+    assert fix in caught.value.fix
+    with pytest.raises(RuntimeError, match="illegal"), module._memory_errors(SETTINGS, at_once):
+        raise RuntimeError("illegal address")
+
+
 def test_a_rate_that_is_far_too_high(
     tokenizer: Tokenizer, features_of: Callable[[Task], Features]
 ) -> None:

@@ -54,7 +54,7 @@ from electra.recipes import RECIPES, recipe
 from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
-from electra.runtime import Runtime, usable_memory
+from electra.runtime import Runtime, is_out_of_memory, usable_memory
 from electra.tokenizer import Tokenizer, train_tokenizer
 
 TIMING = {"seconds", "tokens_per_second", "mfu"}
@@ -1293,11 +1293,11 @@ def test_a_micro_batch_that_makes_no_sense_is_damage(
     ],
 )
 def test_memory_runs_out_under_several_names(error: type[RuntimeError], words: str) -> None:
-    assert loop._is_out_of_memory(error(words))
+    assert is_out_of_memory(error(words))
     outer = RuntimeError("capture failed")
     outer.__context__ = error(words)
-    assert loop._is_out_of_memory(outer)
-    assert not loop._is_out_of_memory(RuntimeError("illegal address"))
+    assert is_out_of_memory(outer)
+    assert not is_out_of_memory(RuntimeError("illegal address"))
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
