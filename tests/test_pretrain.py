@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import random
-import shutil
 import signal
 import threading
 import weakref
@@ -26,6 +24,7 @@ from torch import Tensor
 
 from electra import optim as optimizer
 from electra import pretrain as loop
+from electra import rundir
 from electra.batches import Batches
 from electra.checkpoint import load_newest
 from electra.config import PretrainConfig, from_dict, to_dict
@@ -736,14 +735,15 @@ def test_a_corpus_without_examples_is_refused(
 def test_a_crash_while_the_tokenizer_is_copied_leaves_no_half_of_it(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = shutil.copytree
+    write = rundir.write_atomic
 
-    def dies(source: Path, target: Path, **kwargs: Any) -> None:
-        copy(source, target, **kwargs)
-        os.truncate(Path(target) / "tokenizer.json", 100)
-        raise KeyboardInterrupt
+    def dies(path: Path, data: bytes) -> None:
+        if path.name == "tokenizer.json":
+            path.write_bytes(data[:100])
+            raise KeyboardInterrupt
+        write(path, data)
 
-    monkeypatch.setattr(shutil, "copytree", dies)
+    monkeypatch.setattr(rundir, "write_atomic", dies)
     with pytest.raises(KeyboardInterrupt):
         pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "run", quiet=True)
     monkeypatch.undo()
