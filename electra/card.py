@@ -26,6 +26,7 @@ from .config import LICENSE, EncoderConfig, PretrainConfig, flat, from_dict, to_
 from .errors import ElectraError
 from .files import read_json
 from .flops import matmul_flops_per_token, paper_flops
+from .metrics import EPOCH_CHOICE
 from .report import Panel, code, confusion_table, long_form, table
 from .tasks import Task
 
@@ -232,7 +233,7 @@ def of_finetuning(
     sections, scores = {"Task": "\n\n".join(lines)}, ()
     if "median" in (summary := results.get("summary", results)):
         sections["Results"] = results_text(task, results)
-        scores = (_hub_scores(task, summary),)
+        scores = (_hub_scores(task, summary, chosen="epoch_choice" in results),)
     sections["Settings"] = _settings(dict(results.get("settings", {})))
     losses = report.seed_losses(run) if run else []
     panels = [report.loss_panel([{"run": "", "losses": losses}])] if losses else []
@@ -241,10 +242,16 @@ def of_finetuning(
 
 def results_text(task: Task, results: dict[str, Any]) -> str:
     """The summary over seeds, and each of them."""
-    summary = long_form(results.get("summary", results))
+    summary, seeds = long_form(results.get("summary", results)), _seeds(results)
     text = [f"{code(task.metric)} × 100, median of the seeds: {summary}."]
-    if rows := [[str(int(s["seed"])), _scores(s)] for s in _seeds(results)]:
-        text.append("\n".join(table(["seed", "scores × 100"], rows)))
+    head, rows = ["seed", "scores × 100"], [[str(int(s["seed"])), _scores(s)] for s in seeds]
+    if "epoch_choice" in results:
+        text.append(EPOCH_CHOICE)
+        head += ["epoch", "last_score × 100"]
+        for row, s in zip(rows, seeds, strict=True):
+            row += [f"{s['kept_epoch']} of {len(s['epochs'])}", f"{100 * s['last_score']:.1f}"]
+    if rows:
+        text.append("\n".join(table(head, rows)))
     if lines := confusion_table(results):
         text.append("\n".join(lines))
     return "\n\n".join(text)
@@ -261,9 +268,10 @@ def _scores(seed: dict[str, Any]) -> str:
     return ", ".join(shown) + " (failed)" * bool(seed.get("failed"))
 
 
-def _hub_scores(task: Task, summary: dict[str, Any]) -> dict[str, Any]:
+def _hub_scores(task: Task, summary: dict[str, Any], *, chosen: bool) -> dict[str, Any]:
     name, metric = _plain(task.name), _plain(task.metric)
     title = f"{metric}, median of {int(summary['seeds'])} seeds"
+    title += ", epochs chosen by it" * chosen
     return {
         "task": {"type": _TAGS[task.kind]},
         "dataset": {"name": name, "type": name},

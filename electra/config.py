@@ -572,7 +572,15 @@ class FinetuneConfig(Settings):
     at_once: Count | None = None
     """Seeds that a GPU trains at the same time; default 5. They do not depend on each other."""
     keep: Literal["best", "all"] = "best"
-    """Whose weights are kept."""
+    """Seeds whose weights are kept."""
+    eval_every: Literal["epoch", "end"] | None = None
+    """When the dev set is scored; default: after every epoch of your own data, at the end of GLUE
+    and SQuAD. Training is the same to the last bit."""
+    keep_epoch: Literal["last", "best"] = "last"
+    """Epoch whose weights a seed keeps. best: the one with the highest dev score, of equal ones the
+    first; that score is then optimistic."""
+    patience: Count | None = None
+    """With keep_epoch best: end a seed after so many epochs in a row without a better score."""
     license: License = "unknown"
     """Licence that the model card states."""
     save_every: Count | None = None
@@ -587,6 +595,15 @@ class FinetuneConfig(Settings):
     """Bit-equal repeats on a GPU as well; slower."""
     threads: Count | None = None
     """CPU threads; default: measured at the start, one or all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep_epoch == "best" and self.eval_every == "end":
+            what, fix = "The best epoch is not known if only the end is scored.", "use epoch"
+            raise ElectraError(what, where="eval_every", fix=fix)
+        if self.patience is not None and self.keep_epoch == "last":
+            what = "Patience ends a seed after its best epoch, of which nothing would be kept."
+            raise ElectraError(what, where="patience", fix="add --keep-epoch best")
 
     @property
     def optim(self) -> OptimConfig:

@@ -210,6 +210,7 @@ def _tune(
     labels = ("as it was", "changed")
     task = Task(name="word order", kind="classification", metric="accuracy", labels=labels)
     settings |= {"batch_size": 16, "length": 32, "dropout": 0.0, "attention_dropout": 0.0}
+    settings["eval_every"] = "end"
     config = resolve(FinetuneConfig(seeds=SEEDS, **settings), model.config, task)
     data = TextData(Loaded(task, splits), model.tokenizer, config)
     results = finetune(config, model, data, out / kind, quiet=True)

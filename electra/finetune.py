@@ -20,6 +20,8 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
+import os
 import shutil
 import sys
 import time
@@ -58,7 +60,7 @@ from .tokenizer import Tokenizer
 Predictions = dict[str, NDArray[Any]]
 
 _MAY_CHANGE = (
-    *("seeds", "keep", "save_every", "at_once", "license"),
+    *("seeds", "keep", "eval_every", "save_every", "at_once", "license"),
     *("device", "precision", "compile", "deterministic", "threads"),
 )
 _COMPILE_FROM = 15_000  # steps of all seeds from which it pays
@@ -74,6 +76,8 @@ def resolve(config: FinetuneConfig, encoder: EncoderConfig, task: Task) -> Finet
     else:
         rate, decay = 5e-5, 0.9
 
+    is_known = task.kind == "qa" or task == tasks.GLUE.get(task.name)
+    is_at_end = is_known and config.keep_epoch == "last"
     defaults = {
         "learning_rate": rate,
         "layer_decay": decay,
@@ -81,6 +85,7 @@ def resolve(config: FinetuneConfig, encoder: EncoderConfig, task: Task) -> Finet
         "both_orders": task.both_orders,
         "dropout": encoder.dropout,
         "attention_dropout": encoder.attention_dropout,
+        "eval_every": "end" if is_at_end else "epoch",
     }
     unset: dict[str, Any] = {n: v for n, v in defaults.items() if getattr(config, n) is None}
     length = min(config.length or task.length, encoder.max_positions)
@@ -278,6 +283,7 @@ class Trainer:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         S = self._plan(config.seed).rows.shape[0]
         self.steps, B = S, config.batch_size
+        self.per_epoch = math.ceil(len(features) / B)  # steps
         self.rows = torch.zeros(S, B, dtype=torch.int32, device=device)
         self.weight = torch.zeros(S, B, device=device)
         self.losses = torch.zeros(S, device=device)
@@ -465,6 +471,10 @@ def finetune(
 
     config: resolved. Raises Stopped after a signal, once everything is saved.
     """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        what = "Several processes cannot share a fine-tuning."
+        fix = "start it without torchrun; one GPU trains several seeds at once"
+        raise ElectraError(what, where="WORLD_SIZE", fix=fix)
     before = read_json(out / "finetune.json")
     steps = len(data.train) / config.batch_size * (config.epochs or 1) * config.seeds
     pays = config.compile != "auto" or steps >= _COMPILE_FROM
@@ -536,7 +546,9 @@ class _Run:
         }
         if before:
             with reading(path):
-                changed = differences(before["settings"], record["settings"])
+                # A setting that is younger than the record had its default.
+                old = to_dict(FinetuneConfig()) | before["settings"]
+                changed = differences(old, record["settings"])
             forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
             for key in ("task", "encoder", "tokenizer", "data"):
                 if before.get(key) != record[key]:
@@ -572,6 +584,8 @@ class _Run:
         if isinstance(data, TextData) and metrics.is_own(data.task):  # of the model that is kept
             tables = {split: data.confusion(split, mine[split]) for split in best["scores"]}
             record["confusion"] = tables
+        if self.config.keep_epoch == "best":
+            record["epoch_choice"] = metrics.EPOCH_CHOICE
         model = self.out / "model"
         if read_json(self.out / "results.json") != record or not model.exists():
             self._export(self.place(best["seed"]) / "weights.safetensors", model, record)
@@ -625,6 +639,8 @@ def _train_seeds(
         for seed in running:
             seed.trainer.step()
             steps += 1
+        for seed in running:
+            seed.score_epoch()
         now = time.perf_counter()
         if now - last_look > 0.5:
             last_look = now
@@ -639,7 +655,7 @@ def _train_seeds(
         stopping = stop()  # looked at once: a signal from here on is seen after the next step
         for seed in list(running):
             seed.save_if_due(now, stopping=stopping)
-            if seed.trainer.step_number == each:
+            if seed.is_over:
                 done[seed.seed] = seed.finish(at_once)
                 running.remove(seed)
                 idle.append(seed.trainer)
@@ -655,26 +671,66 @@ class _SeedRun:
 
     def __init__(self, run: _Run, trainer: Trainer, seed: int, log: RunLog) -> None:
         self.run, self.trainer, self.seed, self.log = run, trainer, seed, log
-        self.here = run.place(seed)
+        self.here, self.first = run.place(seed), (seed - run.config.seed) * trainer.steps
         checkpoints = self.here / "checkpoints"
         self.saver = Saver(checkpoints, keep=1)
         self.spent = 0.0
+        self.epochs: list[dict[str, Any]] = []  # those that were scored
+        self.kept: dict[str, Tensor] = {}  # weights of the best of them, if that is asked for
         trainer.begin(seed)
         saved = load_newest(checkpoints, warn=log.warn)
         if saved is not None:
             with reading(checkpoints / f"step-{saved.step:08d}"):
                 trainer.load(saved.tensors, saved.step)
                 self.spent = float(saved.state["seconds"])
+                for epoch in saved.state.get("epochs", []):  # none before there were scores
+                    self.epochs.append(epoch)
+                    self._log_scores(epoch["step"], epoch["scores"])
+                best = saved.tensors.get("best", {})  # in a file that will be deleted
+                self.kept = {name: tensor.clone() for name, tensor in best.items()}
         self.since = self.last_save = time.perf_counter()
+
+    def _best_epoch(self) -> dict[str, Any]:
+        return max(self.epochs, key=lambda epoch: epoch["score"])  # of equal ones the first
+
+    @property
+    def is_over(self) -> bool:
+        patience, epochs = self.run.config.patience, self.epochs
+        if patience and epochs and epochs[-1]["epoch"] - self._best_epoch()["epoch"] >= patience:
+            return True
+        return self.trainer.step_number == self.trainer.steps
+
+    def score_epoch(self) -> None:
+        """After the last step of an epoch, if asked for: score it, keep the weights if it is the
+        best. What a checkpoint then holds belongs together, so a kill loses nothing of it."""
+        trainer, config, data = self.trainer, self.run.config, self.run.data
+        step, reported = trainer.step_number, next(iter(data.splits))
+        if config.eval_every == "end" or (step % trainer.per_epoch and step < trainer.steps):
+            return
+        trainer.wait()
+        found = predict(trainer.model, data.splits[reported], trainer.runtime.device)
+        scores = data.score(reported, found)
+        score, metric = scores[data.task.metric], data.task.metric
+        number, of = (math.ceil(n / trainer.per_epoch) for n in (step, trainer.steps))
+        self.epochs.append({"epoch": number, "step": step, "score": score, "scores": scores})
+        if config.keep_epoch == "best" and self._best_epoch()["step"] == step:
+            self.kept = trainer.weights()
+        self._log_scores(step, scores)
+        told = f"{data.task.name} seed {self.seed} epoch {number} of {of}"
+        self.log.note(f"{told}: {metric} {100 * score:.2f}")
+
+    def _log_scores(self, step: int, scores: dict[str, float]) -> None:
+        self.log.write("eval", self.first + step, {"seed": self.seed, **scores})
 
     def save_if_due(self, now: float, *, stopping: bool) -> None:
         step, every = self.trainer.step_number, self.run.config.save_every
         due = step % every == 0 if every else now - self.last_save > 60
-        if (due or stopping) and step < self.trainer.steps:
+        if (due or stopping) and not self.is_over:
             self.last_save = now
-            state = {"seconds": self.spent + now - self.since}
+            state = {"seconds": self.spent + now - self.since, "epochs": [*self.epochs]}
+            best = {"best": self.kept} if self.kept else {}
             with self.trainer.at_work():  # the next step must not overtake the copies
-                self.saver.save(step, self.trainer.state(), state)
+                self.saver.save(step, self.trainer.state() | best, state)
 
     def finish(self, at_once: int) -> dict[str, Any]:
         """Score the seed and write everything about it; returns what its result.json holds."""
@@ -682,6 +738,10 @@ class _SeedRun:
         self.saver.wait()
         trainer.wait()
         seconds = self.spent + time.perf_counter() - self.since
+        if self.kept:
+            with trainer.at_work():
+                trainer.optimizer.load({"model": self.kept})
+            trainer.wait()
         predictions = {
             split: predict(trainer.model, features, trainer.runtime.device)
             for split, features in data.splits.items()
@@ -693,12 +753,17 @@ class _SeedRun:
             "score": scores[reported][data.task.metric],
             "failed": data.failed(reported, predictions[reported]),
             "scores": {split: values for split, values in scores.items() if values},
-            "steps": trainer.steps,
+            "steps": trainer.step_number,
             "bad_steps": int(trainer.optimizer.bad_steps),
             "seconds": round(seconds, 3),
             "seeds_at_once": at_once,
-            "examples_per_second": round(trainer.steps * config.batch_size / seconds, 1),
+            "examples_per_second": round(trainer.step_number * config.batch_size / seconds, 1),
         }
+        if self.epochs:
+            result["epochs"] = self.epochs
+        if self.kept:
+            last = self.epochs[-1]["score"]
+            result |= {"kept_epoch": self._best_epoch()["epoch"], "last_score": last}
         self._tell(result, scores[reported])
         flat = {
             f"{split}.{name}": np.ascontiguousarray(array)  # safetensors overlooks strides
@@ -721,14 +786,16 @@ class _SeedRun:
     def _tell(self, result: dict[str, Any], scores: dict[str, float]) -> None:
         """The seed's losses and scores, in the metrics and on the screen."""
         trainer, task, log = self.trainer, self.run.data.task, self.log
-        first = (self.seed - self.run.config.seed) * trainer.steps
-        for i, part in enumerate(trainer.losses.cpu().split(20)):
+        done = trainer.step_number
+        for i, part in enumerate(trainer.losses[:done].cpu().split(20)):
             values = {"seed": self.seed, "loss": float(part.mean())}
-            log.write("train", first + min(20 * i + 20, trainer.steps), values)
-        log.write("eval", first + trainer.steps, {"seed": self.seed, **scores})
+            log.write("train", self.first + min(20 * i + 20, done), values)
+        if not self.epochs or self.epochs[-1]["step"] < done:
+            self._log_scores(done, scores)
         at_once = result["seeds_at_once"]
         log.note(
             f"{task.name} seed {self.seed}: {task.metric} {100 * result['score']:.2f}"
+            + (f" of epoch {result['kept_epoch']}, the best" if self.kept else "")
             + (" (failed: it learned nothing)" if result["failed"] else "")
             + f" · {result['seconds']:.1f} s, {result['examples_per_second']:,.0f} examples/s"
             + (f", {at_once} seeds at once" if at_once > 1 else "")

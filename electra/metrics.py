@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from .tasks import GLUE, Task
 
 Numbers = Sequence[int] | Sequence[float] | NDArray[Any]
+EPOCH_CHOICE = (
+    "The epoch of each seed was chosen by its score on the dev set, so the scores on that set are "
+    "optimistic; last_score is that of the last epoch, which nobody chose."
+)
 
 
 def accuracy(predicted: Numbers, gold: Numbers) -> float:

@@ -30,6 +30,7 @@ from .ablate import CURVES, PAPER, STUDIES
 from .config import PretrainConfig, flat, to_dict
 from .errors import ElectraError
 from .files import reading, storage_errors, write_atomic
+from .metrics import EPOCH_CHOICE
 from .runlog import read_metrics
 
 _NONE = "–"
@@ -445,6 +446,8 @@ def _finetuning_tables(runs: list[_Run]) -> list[str]:
     lines += ["", "† not finished"] * any(run["state"] != "finished" for run in runs)
     head = ["run", "task", "metric", "starts from", "state", "median (mean ± std, best)"]
     lines += ["", "### All numbers × 100", "", *table([*head, "ensemble"], long), ""]
+    for run in (run for run in runs if "epoch_choice" in run["record"]):
+        lines += [f"{code(run['run'])}: {EPOCH_CHOICE}", ""]
     for run in (run for run in runs if "macro_f1" in run):
         score = f", macro-F1 × 100 {_percent(run['macro_f1'])} (median of the seeds)"
         lines += [f"### {code(run['run'])}{score}", "", *run["confusion"], ""]

@@ -553,6 +553,7 @@ def _curves(path: Path) -> Json:
     curves: Json = {}
     for kind in ("train", "eval"):
         lines = [m for m in metrics if m["kind"] == kind]
+        lines.sort(key=lambda m: m["step"])  # seeds at once tell their epochs in turn
         stride = -(-len(lines) // _POINTS) or 1
         lines = lines[::-stride][::-1]  # the newest is always there
         # Seeds follow each other in one log: a line without numbers parts them.

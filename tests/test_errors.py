@@ -404,6 +404,13 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ),
     ("finetune", "a file of SQuAD is missing"): lambda p: p.finetune(p.here, "--task", "squad1"),
     ("finetune", "an answer is not in its passage"): wrong_passage,
+    ("finetune", "the best epoch of unscored ones is wanted"): lambda p: p.finetune(
+        p.made.table, "--keep-epoch", "best", "--eval-every", "end"
+    ),
+    ("finetune", "patience has no best epoch"): lambda p: p.finetune(
+        p.made.table, "--patience", "2"
+    ),
+    ("finetune", "it is started as several processes"): lambda p: p.finetune(p.made.table),
     ("finetune", "the run has other settings"): tuned_otherwise,
     # glue
     ("glue", "there is no task"): lambda p: [
@@ -535,6 +542,8 @@ def test_a_mistake_is_answered_as_the_page_says(
     message, code, to_do = rows_of("Errors")[case]
     if "memory" in case[1]:  # a model that is too large does not even come to its first step
         monkeypatch.setattr(Trainer, "train_step", without_memory)
+    if "as several processes" in case[1]:
+        monkeypatch.setenv("WORLD_SIZE", "2")
     if "GPU" in case[1] and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     if case[0] == "onnx":

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,7 @@ def test_what_is_given_stays() -> None:
         both_orders=False,
         dropout=0.3,
         attention_dropout=0.0,
+        eval_every="epoch",
     )
     assert resolve(given, EncoderConfig(), GLUE["stsb"]) == given
 
@@ -577,7 +579,7 @@ def test_the_same_bytes_twice(task: Task, tune: Tune, tmp_path: Path) -> None:
     assert_same(found, outcome(tmp_path / "b"))
     weights = [found[f"seed-{seed}/weights.safetensors"] for seed in range(2)]
     assert weights[0] != weights[1]
-    assert [m["seed"] for m in read_metrics(tmp_path / "a") if m["kind"] == "eval"] == [0, 1]
+    assert [m["seed"] for m in read_metrics(tmp_path / "a") if m["kind"] == "eval"] == [0, 0, 1, 1]
 
 
 @pytest.fixture
@@ -715,6 +717,7 @@ def write_model(directory: Path, tokenizer: Tokenizer) -> Path:
 def command(model: Path, table: Path, out: Path) -> list[str]:
     places = ["--model", str(model), "--data", str(table), "--out", str(out)]
     flags = "--learning-rate 3e-3 --epochs 5 --batch-size 8 --seeds 2 --save-every 3 --quiet"
+    flags += " --keep-epoch best"
     return ["finetune", *places, *flags.split(), "--threads", "1", "--device", "cpu"]
 
 
@@ -741,7 +744,9 @@ def uninterrupted(
 ) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("uninterrupted")
     assert cli.run(command(model, table, out)) == 0
-    return outcome(out)
+    found = outcome(out)
+    assert all(seed["kept_epoch"] < 5 for seed in found["results.json"]["seeds"])
+    return found
 
 
 def test_a_request_to_stop_ends_with_its_own_code(
@@ -807,7 +812,7 @@ def test_a_crash_while_a_seed_is_written(
         patch.setattr(module, "write_atomic", fails)
         with pytest.raises(OSError, match="no power"):
             tune(tmp_path / "run", seeds=2)
-    assert len(read_metrics(tmp_path / "run")) == 4
+    assert len(read_metrics(tmp_path / "run")) == 6
     tune(tmp_path / "run", seeds=2)
     tune(tmp_path / "whole", seeds=2)
     assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "whole"))
@@ -909,6 +914,399 @@ def test_damage_is_told_and_its_advice_helps(name: str, tune: Tune, tmp_path: Pa
     lines = [sorted(found.pop("metrics.jsonl").splitlines()) for found in (after, before)]
     assert lines[0] == lines[1]
     assert_same(after, before)
+
+
+# ---------------------------------------------------------------------- scores by epoch
+
+# In its fourth epoch of five it is better than in the last one.
+UNSTEADY: dict[str, Any] = {"data": loaded(dev=200), "seed": 1, "epochs": 5.0, "dropout": 0.1}
+
+
+@pytest.mark.parametrize("task", [*GLUE.values(), *SQUAD.values()], ids=lambda task: task.name)
+def test_the_tasks_of_the_paper_are_scored_at_the_end(task: Task) -> None:
+    assert resolve(FinetuneConfig(), CONFIG, task).eval_every == "end"
+    best = FinetuneConfig(keep_epoch="best")
+    assert resolve(best, CONFIG, task).eval_every == "epoch"
+
+
+@pytest.mark.parametrize("task", [RULE, SHARE, TAGS, replace(RULE, name="cola")])
+def test_a_table_of_ones_own_is_scored_after_every_epoch(task: Task) -> None:
+    assert resolve(FinetuneConfig(), CONFIG, task).eval_every == "epoch"
+    assert resolve(FinetuneConfig(eval_every="end"), CONFIG, task).eval_every == "end"
+
+
+@pytest.mark.parametrize(
+    ("given", "where", "fix"),
+    [
+        ({"keep_epoch": "best", "eval_every": "end"}, "eval_every", "use epoch"),
+        ({"patience": 2}, "patience", "--keep-epoch best"),
+        ({"patience": 0, "keep_epoch": "best"}, "patience", "at least 1"),
+    ],
+)
+def test_settings_that_contradict_each_other(given: Any, where: str, fix: str) -> None:
+    with pytest.raises(ElectraError) as caught:
+        FinetuneConfig(**given)
+    assert caught.value.where == where
+    assert fix in caught.value.fix
+
+
+def test_several_processes_are_refused(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ElectraError, match="Several processes"):
+        tune(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("task", [RULE, SHARE, TAGS], ids=lambda task: task.kind)
+def test_scoring_changes_no_bit(task: Task, tune: Tune, tmp_path: Path) -> None:
+    """Of the weights, of the answers, of the losses and of what is said of the end."""
+    found = dict[str, dict[str, Any]]()
+    for when in ("epoch", "end"):
+        changes: dict[str, Any] = {"epochs": 2.4, "dropout": 0.1, "attention_dropout": 0.1}
+        tune(tmp_path / when, data=loaded(task), seeds=2, keep="all", eval_every=when, **changes)
+        found[when] = outcome(tmp_path / when)
+    for seed in range(2):
+        for name in ("weights.safetensors", "predictions.safetensors"):
+            assert found["epoch"][f"seed-{seed}/{name}"] == found["end"][f"seed-{seed}/{name}"]
+        result, plain = (found[when][f"seed-{seed}/result.json"] for when in found)
+        epochs = result.pop("epochs")
+        assert result == plain
+        assert [(epoch["epoch"], epoch["step"]) for epoch in epochs] == [(1, 6), (2, 12), (3, 14)]
+        assert epochs[-1]["score"] == plain["score"]
+        assert epochs[-1]["scores"] == plain["scores"]["dev"]
+    lines = {when: read_metrics(tmp_path / when) for when in found}
+    scored = {when: [m for m in lines[when] if m["kind"] == "eval"] for when in lines}
+    assert [m["step"] for m in scored["epoch"]] == [6, 12, 14, 20, 26, 28]
+    assert scored["end"] == [m for m in scored["epoch"] if m["step"] in (14, 28)]
+    losses = [[m for m in lines[when] if m["kind"] == "train"] for when in lines]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """The weights after every step, by seed and step."""
+    found: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def step(self: Trainer) -> None:
+        original(self)
+        found[self.seed, self.step_number] = self.weights()
+
+    original = Trainer.step
+    monkeypatch.setattr(Trainer, "step", step)
+    return found
+
+
+def same_weights(file: Path, weights: dict[str, Tensor]) -> bool:
+    kept = load_file(file)
+    assert kept.keys() == weights.keys()
+    return all((kept[name] == tensor.numpy()).all() for name, tensor in weights.items())
+
+
+def test_the_best_epoch_is_kept(
+    tune: Tune, seen: dict[tuple[int, int], dict[str, Tensor]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    results = tune(tmp_path, keep_epoch="best", **UNSTEADY)
+    (seed,) = results["seeds"]
+    # Every score is that of the weights of its moment, told by a model of their own.
+    config = settings(RULE, **{k: v for k, v in UNSTEADY.items() if k != "data"})
+    data = TextData(UNSTEADY["data"], tokenizer, config)
+    for epoch in seed["epochs"]:
+        alone = module.empty_model("classification", CONFIG, tokenizer.vocab_size, 2, "paper")
+        alone.load_state_dict(seen[1, epoch["step"]], assign=True)
+        said = module.predict(alone, data.splits["dev"], torch.device("cpu"))
+        assert epoch["scores"] == data.score("dev", said)
+    scores = [epoch["score"] for epoch in seed["epochs"]]
+    assert len(scores) == 5
+    assert seed["kept_epoch"] == 1 + scores.index(max(scores)) == 4
+    assert (seed["score"], seed["last_score"]) == (max(scores), scores[-1])
+    assert seed["scores"]["dev"] == seed["epochs"][3]["scores"]
+    assert (seed["steps"], results["summary"]["best"]) == (30, max(scores))
+    # What is exported, answered and told is of that epoch.
+    assert same_weights(tmp_path / "seed-1" / "weights.safetensors", seen[1, 24])
+    assert not same_weights(tmp_path / "seed-1" / "weights.safetensors", seen[1, 30])
+    exported = load_file(tmp_path / "model" / "head.safetensors")["head.out.weight"]
+    assert (exported == seen[1, 24]["head.out.weight"].numpy()).all()
+    right = predictions(tmp_path, 1, "dev").argmax(1) == UNSTEADY["data"].splits["dev"].labels
+    assert right.mean() == pytest.approx(max(scores))
+    assert "optimistic" in json.loads((tmp_path / "results.json").read_bytes())["epoch_choice"]
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert results["epoch_choice"] in card
+    assert f"| 4 of 5 | {100 * scores[-1]:.1f} |" in card
+    assert "median of 1 seeds, epochs chosen by it" in card
+    assert results["epoch_choice"] in report([tmp_path])
+
+
+def test_the_last_epoch_is_kept_unless_asked(
+    tune: Tune, seen: dict[tuple[int, int], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    results = tune(tmp_path, **UNSTEADY)
+    assert same_weights(tmp_path / "seed-1" / "weights.safetensors", seen[1, 30])
+    assert results["summary"]["best"] == results["seeds"][0]["epochs"][-1]["score"]
+    assert not {"kept_epoch", "last_score"} & results["seeds"][0].keys()
+    assert "epoch_choice" not in results
+    for text in ((tmp_path / "model" / "README.md").read_text(), report([tmp_path])):
+        assert "optimistic" not in text
+        assert "chosen" not in text
+
+
+def test_of_several_seeds_each_keeps_its_best_epoch(
+    tune: Tune, seen: dict[tuple[int, int], dict[str, Tensor]], tmp_path: Path
+) -> None:
+    results = tune(tmp_path, keep_epoch="best", keep="all", seeds=3, **UNSTEADY)
+    kept = [seed["kept_epoch"] for seed in results["seeds"]]
+    assert len(set(kept)) > 1
+    for seed, epoch in zip(results["seeds"], kept, strict=True):
+        weights = tmp_path / f"seed-{seed['seed']}" / "weights.safetensors"
+        assert same_weights(weights, seen[seed["seed"], 6 * epoch])
+        assert seed["score"] == max(e["score"] for e in seed["epochs"])
+    assert results["summary"]["best"] == max(seed["score"] for seed in results["seeds"])
+
+
+@pytest.mark.parametrize("name", ["squad1", "squad2"])
+def test_the_best_epoch_of_questions(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    task = SQUAD[name]
+    asked = [q for q in questions(120) if name == "squad2" or q.answers]
+    changes: dict[str, Any] = {"length": None, "learning_rate": 5e-3, "batch_size": 16}
+    config = settings(task, keep_epoch="best", epochs=4.0, **changes)
+    data = SquadData({"train": asked[:60], "dev": asked[60:]}, task, tokenizer, config)
+    (seed,) = finetune(config, encoder_of(tokenizer), data, tmp_path, quiet=True)["seeds"]
+    f1 = [epoch["scores"][task.metric] for epoch in seed["epochs"]]
+    assert len(f1) == 4
+    assert seed["kept_epoch"] == 1 + f1.index(max(f1))
+    assert seed["score"] == max(f1) > 0
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, scores: Sequence[float]) -> None:
+    """The dev score of a seed's epochs is what the script says, whatever the weights."""
+
+    def score_epoch(self: Any) -> None:
+        now[0] = self.trainer.step_number // self.trainer.per_epoch
+        original(self)
+        now[0] = 0
+
+    def score(self: TextData, split: str, predictions: Any) -> dict[str, float]:
+        found = real(self, split, predictions)
+        return found | {"accuracy": scores[now[0] - 1]} if now[0] else found
+
+    now, original, real = [0], module._SeedRun.score_epoch, TextData.score
+    monkeypatch.setattr(module._SeedRun, "score_epoch", score_epoch)
+    monkeypatch.setattr(TextData, "score", score)
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "epochs", "kept"),
+    [
+        ((0.5, 0.6, 0.6, 0.5, 0.9), None, 5, 5),
+        ((0.5, 0.6, 0.6, 0.5, 0.9), 3, 5, 5),
+        ((0.5, 0.6, 0.6, 0.5, 0.9), 2, 4, 2),  # an equal score is no better one
+        ((0.5, 0.6, 0.6, 0.5, 0.9), 1, 3, 2),
+        ((0.7, 0.6, 0.7, 0.7, 0.7), None, 5, 1),  # of equal ones the first
+        ((0.5, 0.4, 0.6, 0.4, 0.7), 2, 5, 5),  # a better one begins the count anew
+    ],
+)
+def test_patience_and_ties(
+    scores: tuple[float, ...],
+    patience: int | None,
+    epochs: int,
+    kept: int,
+    tune: Tune,
+    seen: dict[tuple[int, int], dict[str, Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted(monkeypatch, scores)
+    results = tune(tmp_path, epochs=5.0, keep_epoch="best", patience=patience, save_every=3)
+    (seed,) = results["seeds"]
+    assert [epoch["score"] for epoch in seed["epochs"]] == [*scores[:epochs]]
+    assert (seed["kept_epoch"], seed["last_score"]) == (kept, scores[epochs - 1])
+    assert seed["steps"] == max(step for _, step in seen) == 6 * epochs
+    assert same_weights(tmp_path / "seed-0" / "weights.safetensors", seen[0, 6 * kept])
+    lines = [m["step"] for m in read_metrics(tmp_path) if m["kind"] == "train"]
+    assert lines[-1] == 6 * epochs
+    assert not (tmp_path / "seed-0" / "checkpoints").exists()
+
+
+def test_a_seed_that_lost_patience_leaves_the_next_one_alone(
+    tune: Tune,
+    stopped: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted(monkeypatch, (0.6, 0.5, 0.4, 0.3, 0.2))
+    given: dict[str, Any] = {"epochs": 5.0, "keep_epoch": "best", "patience": 2, "keep": "all"}
+    tune(tmp_path / "both", seeds=2, **given)
+    tune(tmp_path / "second", seed=1, **given)
+    name = "seed-1/weights.safetensors"
+    assert (tmp_path / "both" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    out = tmp_path / "run"
+    for after in (12, 6, 1):  # after the second epoch; at the end of the seed; in the next one
+        stopped(out, after, seeds=2, **given)
+    tune(out, seeds=2, **given)
+    assert_same(outcome(out), outcome(tmp_path / "both"))
+
+
+@pytest.fixture(scope="module")
+def unsteady(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a run without an interruption leaves."""
+    out = tmp_path_factory.mktemp("unsteady")
+    config = settings(RULE, **{k: v for k, v in UNSTEADY.items() if k != "data"}, keep_epoch="best")
+    data = TextData(UNSTEADY["data"], tokenizer, config)
+    finetune(config, encoder_of(tokenizer), data, out, quiet=True)
+    return outcome(out)
+
+
+def without_frequency(found: dict[str, Any]) -> dict[str, Any]:
+    for record in ("finetune.json", "results.json"):
+        found[record]["settings"].pop("save_every", None)
+    found["model/electra.json"]["results"]["settings"].pop("save_every", None)
+    return found
+
+
+@pytest.mark.parametrize("every", [1, 6, 7, None])
+@pytest.mark.parametrize(
+    ("owner", "name", "count"),
+    [
+        (module, "predict", 4),  # the fourth epoch, the best, while it is scored
+        (Trainer, "weights", 3),  # scored, and not yet kept: it is the third that was the best
+        (module.RunLog, "write", 4),  # kept, not yet in the log
+        (module.Saver, "save", 4),  # in the log, not yet in a checkpoint
+        (module, "predict", 6),  # all steps are done, the best weights are back
+        (module._SeedRun, "_tell", 1),
+    ],
+    ids=["scoring", "keeping", "logging", "saving", "the end", "telling"],
+)
+def test_a_crash_around_a_score_changes_nothing(
+    every: int | None,
+    owner: Any,
+    name: str,
+    count: int,
+    tune: Tune,
+    unsteady: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if (name, every) == ("save", None):
+        pytest.skip("no save in so short a run")
+    left, original = [count], getattr(owner, name)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError("no power")
+        return original(*args, **kwargs)
+
+    given, before = {**UNSTEADY, "keep_epoch": "best", "save_every": every}, threading.enumerate()
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fails)
+        with pytest.raises(OSError, match="no power"):
+            tune(tmp_path, **given)
+    for thread in {*threading.enumerate()} - {*before}:  # a save that a kill would have ended
+        thread.join()
+    tune(tmp_path, **given)
+    assert_same(without_frequency(outcome(tmp_path)), without_frequency(unsteady))
+
+
+def test_stops_around_epochs_change_nothing(
+    tune: Tune, stopped: Callable[..., None], unsteady: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {**UNSTEADY, "keep_epoch": "best"}
+    # Before the end of the first epoch, at it; at that of the fourth, after it; at the last step.
+    for after in (5, 1, 18, 1, 4):
+        stopped(tmp_path, after, **given)
+    tune(tmp_path, **given)
+    assert_same(without_frequency(outcome(tmp_path)), without_frequency(unsteady))
+
+
+def test_damaged_best_weights_are_not_taken(
+    tune: Tune, stopped: Callable[..., None], tmp_path: Path
+) -> None:
+    given = {**UNSTEADY, "keep_epoch": "best"}
+    stopped(tmp_path, 25, **given)
+    file = tmp_path / "seed-1" / "checkpoints" / "step-00000025" / "best.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptError, match="No checkpoint is intact"):
+        tune(tmp_path, **given)
+
+
+def test_a_run_from_before_there_were_epochs_goes_on(
+    tune: Tune, stopped: Callable[..., None], tmp_path: Path
+) -> None:
+    """Its record and its checkpoint know nothing of them."""
+    stopped(tmp_path / "run", 8, eval_every="end")
+    record = tmp_path / "run" / "finetune.json"
+    known = json.loads(record.read_bytes())
+    for name in ("eval_every", "keep_epoch", "patience"):
+        known["settings"].pop(name)
+    record.write_text(json.dumps(known))
+    state = tmp_path / "run" / "seed-0" / "checkpoints" / "step-00000008" / "state.json"
+    assert json.loads(state.read_bytes())["epochs"] == []
+    with pytest.raises(ElectraError, match="keep_epoch: last → best"):
+        tune(tmp_path / "run", keep_epoch="best")
+    (seed,) = tune(tmp_path / "run")["seeds"]
+    assert [epoch["epoch"] for epoch in seed["epochs"]] == [2]
+    tune(tmp_path / "whole")
+    name = "seed-0/weights.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_scores_that_stop_before_the_end(
+    tune: Tune, stopped: Callable[..., None], tmp_path: Path
+) -> None:
+    """Asked for the end alone in the middle of a seed, it still has the score of its end."""
+    stopped(tmp_path, 8)
+    (seed,) = tune(tmp_path, eval_every="end")["seeds"]
+    assert [epoch["epoch"] for epoch in seed["epochs"]] == [1]
+    scored = [m for m in read_metrics(tmp_path) if m["kind"] == "eval"]
+    assert [m["step"] for m in scored] == [6, 12]
+    assert scored[-1]["accuracy"] == seed["score"]
+
+
+def test_what_is_scored_has_been_computed(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device is told the steps ahead of time: a score waits for them, and so does what it reads
+    of weights that are put back, which happens in the trainer's own stream."""
+    done = list[str]()
+
+    def watch(owner: Any, name: str) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return original(*args, **kwargs)
+
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, call)
+
+    @contextlib.contextmanager
+    def at_work(_: Trainer) -> Generator[None]:
+        done.append("begin")
+        yield
+        done.append("end")
+
+    monkeypatch.setattr(Trainer, "at_work", at_work)
+    watch(Trainer, "wait")
+    watch(module.Adam, "load")
+    watch(module, "predict")
+    tune(tmp_path, keep_epoch="best")
+    scored = [i for i, name in enumerate(done) if name == "predict"]
+    assert len(scored) == 4  # two epochs; at the end dev and test
+    assert [done[i - 1] for i in scored] == ["wait", "wait", "wait", "predict"]
+    assert done[scored[2] - 4 : scored[2]] == ["begin", "load", "end", "wait"]
+
+
+def test_every_epoch_is_told(tokenizer: Tokenizer, tmp_path: Path, capsys: Any) -> None:
+    config = settings(RULE, keep_epoch="best", epochs=2.0)
+    data = TextData(loaded(), tokenizer, config)
+    (seed,) = finetune(config, encoder_of(tokenizer), data, tmp_path)["seeds"]
+    told = capsys.readouterr().err
+    for epoch in seed["epochs"]:
+        shown = f"rule seed 0 epoch {epoch['epoch']} of 2: accuracy {100 * epoch['score']:.2f}"
+        assert shown in told
+    best = f"accuracy {100 * seed['score']:.2f} of epoch {seed['kept_epoch']}, the best"
+    assert f"rule seed 0: {best}" in told
 
 
 # ---------------------------------------------------------------------- learning

@@ -31,7 +31,7 @@ from conftest import SEQUENCE_LENGTH, language, settings
 
 pytest.importorskip("starlette")
 
-from electra import hf
+from electra import hf, ui
 from electra.corpus import Corpus
 from electra.detect import cut, detect
 from electra.errors import ElectraError
@@ -361,6 +361,19 @@ def test_runs_are_found_with_curves_and_differences(page: Page, runs: Path) -> N
     changed = {row[0]: row[1:] for row in found["differences"]}
     assert list(changed) == ["optim.learning_rate"]
     assert set(changed["optim.learning_rate"]) == {"0.5", "0.003"}
+
+
+def test_epochs_of_seeds_at_once_are_a_line_each(tmp_path: Path) -> None:
+    """They are in the log in turn."""
+    moments = [(0, 6, 0.5), (1, 18, 0.25), (0, 12, 0.75), (1, 24, 1.0)]
+    lines = [
+        json.dumps({"kind": "eval", "step": step, "seed": seed, "accuracy": score})
+        for seed, step, score in moments
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    curve = ui._curves(tmp_path)["eval"]
+    assert curve["step"] == [6, 12, 18, 18, 24]
+    assert curve["accuracy"] == [0.5, 0.75, None, 0.25, 1.0]
 
 
 def test_a_run_under_way_is_told_from_a_stopped_one(page: Page, runs: Path) -> None:
