@@ -709,7 +709,7 @@ class _SeedRun:
             return
         trainer.wait()
         found = predict(trainer.model, data.splits[reported], trainer.runtime.device)
-        scores = data.score(reported, found)
+        scores = dict(sorted(data.score(reported, found).items()))  # as a checkpoint has them
         score, metric = scores[data.task.metric], data.task.metric
         number, of = (math.ceil(n / trainer.per_epoch) for n in (step, trainer.steps))
         self.epochs.append({"epoch": number, "step": step, "score": score, "scores": scores})
