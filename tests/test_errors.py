@@ -27,7 +27,7 @@ import torch
 from artefacts import SMALLEST, SQUAD, Artefacts, make_artefacts
 
 import electra.text
-from electra import cli, files
+from electra import cli, files, finetune
 from electra.config import to_dict
 from electra.corpus import Corpus
 from electra.pretrain import Trainer
@@ -411,6 +411,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         p.made.table, "--patience", "2"
     ),
     ("finetune", "it is started as several processes"): lambda p: p.finetune(p.made.table),
+    ("finetune", "a batch is larger than the memory"): lambda p: p.finetune(p.made.table),
     ("finetune", "the run has other settings"): tuned_otherwise,
     # glue
     ("glue", "there is no task"): lambda p: [
@@ -528,7 +529,7 @@ def told_by(capsys: pytest.CaptureFixture[str], args: Args) -> tuple[int, str]:
     return code, shown.out + shown.err
 
 
-def without_memory(_: Trainer) -> None:
+def without_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -542,6 +543,7 @@ def test_a_mistake_is_answered_as_the_page_says(
     message, code, to_do = rows_of("Errors")[case]
     if "memory" in case[1]:  # a model that is too large does not even come to its first step
         monkeypatch.setattr(Trainer, "train_step", without_memory)
+        monkeypatch.setattr(finetune.Trainer, "train_step", without_memory)
     if "as several processes" in case[1]:
         monkeypatch.setenv("WORLD_SIZE", "2")
     if "GPU" in case[1] and torch.cuda.is_available():
