@@ -37,6 +37,7 @@ MOST_PARAMETERS = 14_000_000
 FREE = {"at_once", "compile", "deterministic", "device", "keep", "license", "precision"} | {
     *("save_every", "threads")
 }
+BEFORE = {"eval_every": "end", "keep_epoch": "last", "patience": None}  # there was no other way
 HEAD = ["who", "what", "track", "minutes", "score", "tokens", "FLOPs", "record"]
 
 
@@ -111,7 +112,8 @@ def read_scores(path: Path, config: PretrainConfig) -> list[float]:
         raise refuse(f"The seeds are not {SEEDS}.", path, "give electra glue --seeds 5")
     task = Task(**{k: tuple(v) if isinstance(v, list) else v for k, v in read["task"].items()})
     wanted = to_dict(replace(resolve(FinetuneConfig(), config.encoder, task), seeds=len(SEEDS)))
-    other = [k for k, v in wanted.items() if k not in FREE and read["settings"].get(k) != v]
+    had = BEFORE | read["settings"]
+    other = [k for k, v in wanted.items() if k not in FREE and had.get(k) != v]
     if other:
         fix = "all entries are fine-tuned by the defaults of electra glue"
         raise refuse(f"Other settings of fine-tuning: {', '.join(other)}.", path, fix)

@@ -318,6 +318,12 @@ torch.set_num_threads(1)
 import torch.utils.tensorboard
 from electra import cli, pretrain
 
+def is_compiler(process):
+    try:
+        return process.name() == "cc1plus"
+    except psutil.NoSuchProcess:  # it has ended since the list was made
+        return False
+
 work, argv = Path(sys.argv[1]), sys.argv[2:]
 for way in ("one", "group", "two"):
     child = os.fork()
@@ -328,7 +334,7 @@ for way in ("one", "group", "two"):
         cli.main([*argv, "--out", str(work / f"run-{way}")])
     below, compilers = psutil.Process(child), []
     while not compilers and below.status() != psutil.STATUS_ZOMBIE:
-        compilers = [p for p in below.children(recursive=True) if p.name() == "cc1plus"]
+        compilers = [p for p in below.children(recursive=True) if is_compiler(p)]
         time.sleep(0.05)
     began = time.monotonic()
     if way == "group":

@@ -115,7 +115,8 @@ class FedObjective(ReplacedTokenDetection):
     def choose(self, batch: Batch, rng: StepRng) -> Positions:  # noqa: ARG002
         return self.m
 
-    def sample(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng) -> Tensor:  # noqa: ARG002
+    def sample(self, g: Tensor, m: Positions, batch: Batch, rng: StepRng, training: bool) -> Tensor:
+        del g, batch, rng, training
         return resolve_duplicates(m, self.arrays["in/sampled_ids"].long(), self.config.objective)
 
 

@@ -65,6 +65,7 @@ def test_a_record_has_the_mean_of_six_medians_and_what_the_run_took(glue: Path) 
         (lambda r: r["settings"].update(epochs=9.0), "epochs"),
         (lambda r: r["settings"].update(learning_rate=1e-3), "learning_rate"),
         (lambda r: r["settings"].update(dropout=0.1), "dropout"),
+        (lambda r: r["settings"].update(keep_epoch="best"), "keep_epoch"),
     ],
 )
 def test_other_seeds_or_settings_are_refused(
