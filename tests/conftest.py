@@ -252,3 +252,23 @@ def gradients(objective: Objective, loss: Tensor) -> dict[str, Tensor]:
         name: torch.zeros_like(p) if g is None else g
         for (name, p), g in zip(named.items(), grads, strict=True)
     }
+
+
+def disk_events(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Filled from now on: "synced" or the name something got, its inode, and its size then."""
+    seen: list[tuple[str, int, int]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        about = os.fstat(descriptor)
+        seen.append(("synced", about.st_ino, about.st_size))
+
+    def renamed(source: Path, target: Path) -> None:
+        about = source.stat()
+        rename(source, target)
+        seen.append((target.name, about.st_ino, about.st_size))
+
+    patch.setattr(os, "fsync", synced)
+    patch.setattr(os, "replace", renamed)
+    return seen

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import disk_events
 from torch import Tensor
 
 from electra import checkpoint
@@ -474,22 +475,8 @@ def test_what_has_its_name_is_on_the_disk_and_nothing_goes_before_that(
     saver = Saver(tmp_path, keep=1)
     saver.save(4, tensors(4), {"seconds": 4 / 3})
     saver.wait()
-    seen: list[tuple[str, int, int]] = []  # what was done, to which inode, and its size then
-    fsync, rename = os.fsync, os.replace
-
-    def synced(descriptor: int) -> None:
-        fsync(descriptor)
-        about = os.fstat(descriptor)
-        seen.append(("synced", about.st_ino, about.st_size))
-
-    def renamed(source: Path, target: Path) -> None:
-        about = source.stat()
-        rename(source, target)
-        seen.append((target.name, about.st_ino, about.st_size))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", synced)
-        patch.setattr(os, "replace", renamed)
+        seen = disk_events(patch)
         saver.save(8, tensors(8), {"seconds": 8 / 3})
         saver.wait()
     done = [what for what, *_ in seen]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from conftest import disk_events
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,25 +36,12 @@ def test_a_file_appears_only_when_it_is_committed(tmp_path: Path) -> None:
 def test_a_file_is_on_the_disk_before_it_has_its_name_and_so_is_the_name_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, int, int]] = []
-    fsync, rename = os.fsync, os.replace
-
-    def synced(descriptor: int) -> None:
-        fsync(descriptor)
-        about = os.fstat(descriptor)
-        seen.append(("synced", about.st_ino, about.st_size))
-
-    def renamed(source: Path, target: Path) -> None:
-        rename(source, target)
-        seen.append(("renamed", target.stat().st_ino, target.stat().st_size))
-
-    monkeypatch.setattr(files.os, "fsync", synced)
-    monkeypatch.setattr(files.os, "replace", renamed)
+    seen = disk_events(monkeypatch)
     write_atomic(tmp_path / "x", b"data")
     inode, directory = (tmp_path / "x").stat().st_ino, tmp_path.stat().st_ino
     assert [event[:2] for event in seen] == [
         ("synced", inode),
-        ("renamed", inode),
+        ("x", inode),
         ("synced", directory),
     ]
     assert seen[0][2] == 4  # all of it

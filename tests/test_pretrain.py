@@ -21,6 +21,7 @@ import torch
 from conftest import runtime
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra import optim as optimizer
 from electra import pretrain as loop
@@ -1091,6 +1092,41 @@ def test_the_micro_batch_that_fits_is_found_and_the_run_is_that_of_the_number_by
     assert without_events(lines) == without_events(metrics(tmp_path / "hand"))
     told = {"kind": "event", "step": 0, "micro_batch": size, "rows": 8}
     assert [m for m in lines if "micro_batch" in m] == [told]
+
+
+class Looks(TorchDispatchMode):
+    """Names of what makes a host wait for its device: a number or a size that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if torch.Tag.data_dependent_output in func.tags or (
+            torch.Tag.dynamic_output_shape in func.tags
+        ):
+            self.seen.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", [as_it_is, dropping, spiky, all_new])
+def test_no_number_of_a_step_is_looked_at_by_the_host(
+    micro: PretrainConfig, corpus: Corpus, variant: Callable[[PretrainConfig], PretrainConfig]
+) -> None:
+    config = changed(variant(micro), "data.micro_batch", 4)
+    objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+    here = runtime()
+    trainer = loop.Trainer(objective, Batches(corpus.train, config, here), config, here)
+    looks = Looks()
+    for step in range(3):  # judged to be finite, clipped, counted and noted
+        trainer.load_block(step, [1e-3])
+        with looks:
+            trainer.train_step()
+    assert not looks.seen
+    with looks:
+        assert float(trainer.meter.sums.sum()) != 0  # which is such a look
+    assert looks.seen
 
 
 def test_a_process_that_may_use_a_part_of_a_gpu_spares_of_that_part(
