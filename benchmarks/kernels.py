@@ -149,6 +149,43 @@ def gelu_backward(N: int, D: int, like: Like, *, kept: bool = False) -> Case:
     return Case((2 * pre, g), ours, plain_gelu_backward, (3 if kept else 4) * pre.nbytes)
 
 
+def product_gelu(N: int, D: int, like: Like) -> Case:
+    """An empty config is cuBLAS and `gelu`."""
+
+    def plain(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        pre = F.linear(x, w, b)
+        return pre, F.gelu(pre)
+
+    def ours(x: Tensor, w: Tensor, b: Tensor, config: Config) -> tuple[Tensor, ...]:
+        if config:
+            return kernels.product_gelu(x, w, b, config)
+        pre = torch.addmm(b, x, w.t())
+        return pre, kernels.gelu(pre)
+
+    x, w, b = torch.randn(N, D, **like), torch.randn(4 * D, D, **like), torch.randn(4 * D, **like)
+    return Case((x, w / D**0.5, b), ours, plain, x.nbytes + w.nbytes + 8 * x.nbytes)
+
+
+def product_gelu_backward(N: int, D: int, like: Like) -> Case:
+    """With act kept. An empty config is cuBLAS and `gelu_backward`."""
+
+    def plain(ds: Tensor, w: Tensor, pre: Tensor) -> tuple[Tensor, ...]:
+        dpre, _, sums = plain_gelu_backward(pre, ds @ w)
+        return dpre, sums
+
+    def ours(ds: Tensor, w: Tensor, pre: Tensor, config: Config) -> tuple[Tensor, ...]:
+        if config:
+            dpre, sums = kernels.product_gelu_backward(ds, w, pre, config)
+        else:
+            dpre, _, sums = kernels.gelu_backward(pre, ds @ w, act=act)
+        return dpre, kernels.column_sums([sums])[0]
+
+    ds, w = torch.randn(N, D, **like), torch.randn(D, 4 * D, **like) / D**0.5
+    pre = 2 * torch.randn(N, 4 * D, **like)
+    act = F.gelu(pre)
+    return Case((ds, w, pre), ours, plain, ds.nbytes + w.nbytes + 2 * pre.nbytes)
+
+
 def column_sums(P: int, C: int, like: Like) -> Case:
     """Those of a block, (P, C) each but for the last, which is wider."""
 
@@ -423,6 +460,16 @@ ENTRIES = {
             GELU_BACK | {"STAGES": 4},
             GELU_BACK | {"ROWS": 32, "num_warps": 8},
         ],
+        compiled=False,
+    ),
+    "product and gelu": Entry(
+        product_gelu, ROWS[:2], (70, 48), [{}, kernels.PRODUCT_GELU], compiled=False
+    ),
+    "product and gelu_backward": Entry(
+        product_gelu_backward,
+        ROWS[:2],
+        (70, 48),
+        [{}, kernels.PRODUCT_GELU_BACKWARD],
         compiled=False,
     ),
     "column_sums": Entry(column_sums, [(128, 256), (512, 256)], (9, 48), [{}]),

@@ -30,6 +30,8 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 # and 3 %: 7 of 12 do, which should stay below 12 GiB in all.
 KEPT = 9 * 2**28
 
+FEED = True  # GELU in the kernel of the product before it, where that fits
+
 
 def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     """What of a recipe these kernels do not do, on whatever device; None if they fit."""
@@ -73,8 +75,11 @@ def block(
     qkv = torch.addmm(bqkv, x, wqkv.t())
     o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
     h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
-    pre = torch.addmm(b1, h, w1.t())
-    act = kernels.gelu(pre)
+    if FEED and _fits_feed(h):
+        pre, act = kernels.product_gelu(h, w1, b1)
+    else:
+        pre = torch.addmm(b1, h, w1.t())
+        act = kernels.gelu(pre)
     y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
     h, act = (h, act) if keep else (x.new_empty(0), x.new_empty(0))
     return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
@@ -87,6 +92,12 @@ def _add_norm(
     if h.shape[1] <= 256 and h.dtype != torch.float32:  # whole rows fit the tile of a product
         return kernels.product_add_norm(x, w, b, h, g, c, eps, statistics=statistics)[:2]
     return kernels.add_norm(h, torch.addmm(b, x, w.t()), g, c, eps, statistics=statistics)[:2]
+
+
+def _fits_feed(h: Tensor) -> bool:
+    """Whole rows fit the tile of a product with GELU behind it. Where act has to be computed once
+    more, the gradient's kernel would write too much beside its product: measured, slower."""
+    return h.shape[1] <= 256 and h.dtype != torch.float32
 
 
 @block.register_fake
@@ -120,7 +131,10 @@ def block_backward(
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
     ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
     again = act.numel() == 0
-    dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
+    if FEED and _fits_feed(ds2) and not again:
+        dpre, inner = kernels.product_gelu_backward(ds2, w2, pre)
+    else:
+        dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
     dw2 = ds2.t() @ act
     del act  # the largest there are: gone before attention's gradients come
     h = torch.empty_like(s1) if again else h

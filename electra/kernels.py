@@ -51,6 +51,14 @@ GELU: Config = {"ELEMENTS": 2048, "num_warps": 4}
 GELU_BACKWARD: Config = {
     "ROWS": 16, "COLUMNS": 128, "PROGRAMS": 528, "STAGES": 3, "num_warps": 4
 }  # fmt: skip
+# Rows held in registers while the columns' weights go by; weights that stay on chip as rows go by.
+PRODUCT_GELU: Config = {
+    "ROWS": 128, "COLUMNS": 64, "PROGRAMS": 256, "STAGES": 3, "num_warps": 4, "num_stages": 1
+}  # fmt: skip
+PRODUCT_GELU_BACKWARD: Config = {
+    "ROWS": 64, "COLUMNS": 128, "PROGRAMS": 264, "STAGES": 1,
+    "num_warps": 8, "num_stages": 1, "maxnreg": 128,
+}  # fmt: skip
 LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
 # Its weights' gradients, summed on chip, would fill the registers: one program on a multiprocessor
 # would wait for itself. What they are made of, written out, leaves room for several.
@@ -513,6 +521,110 @@ def _gelu_of(x):
     power = tl.exp2(-0.72134752 * x * x)
     slope = (series - 0.3989422804 * z) * power
     return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
+
+
+# GELU in the kernel of the product before it
+
+
+def product_gelu(
+    x: Tensor, w: Tensor, b: Tensor, config: Config = PRODUCT_GELU
+) -> tuple[Tensor, Tensor]:
+    """pre = x wᵀ + b and act = gelu(pre), both (N, F), of x (N, D) and w (F, D).
+
+    pre is rounded before GELU sees it, as if it had been read from memory. The copy engine reads
+    zeros past the end of a tensor and writes nothing there, so that no tile has to fit.
+    """
+    _check(x, w, b)
+    N, (F, D) = len(x), w.shape
+    pre, act = x.new_empty(N, F), x.new_empty(N, F)
+    kernel, tile, inner = _feed_tile(config, D, F)
+    rows, columns = tile.values()
+    tall, wide = triton.cdiv(N, rows), triton.cdiv(F, columns)
+    beside, steps = _strips(F, columns, min(wide, triton.cdiv(kernel.pop("PROGRAMS"), tall)))
+    tiles = ((x, rows, inner), (w, columns, inner), (pre, rows, columns), (act, rows, columns))
+    _product_gelu[(beside, tall)](
+        *(TensorDescriptor.from_tensor(t, list(size)) for t, *size in tiles),
+        b, F, STEPS=steps, **tile, PRECISION=_precision(x), **kernel,
+    )  # fmt: skip
+    return pre, act
+
+
+def product_gelu_backward(
+    ds: Tensor, w: Tensor, pre: Tensor, config: Config = PRODUCT_GELU_BACKWARD
+) -> tuple[Tensor, Tensor]:
+    """Of `gelu_backward(pre, ds w)`, ds (N, D) and w (D, F): dpre and the partial sums.
+
+    The product is not stored, but rounded as if it were.
+    """
+    _check(ds, w, pre)
+    N, (D, F) = len(ds), w.shape
+    dpre = torch.empty_like(pre)
+    kernel, tile, inner = _feed_tile(config, D, F)
+    rows, columns = tile.values()
+    wide = triton.cdiv(F, columns)
+    strips, steps = _strips(N, rows, triton.cdiv(kernel.pop("PROGRAMS"), wide))
+    partial = torch.empty(strips, F, dtype=torch.float32, device=pre.device)
+    tiles = ((ds, rows, inner), (w, inner, columns), (pre, rows, columns), (dpre, rows, columns))
+    _product_gelu_backward[(wide, strips)](
+        *(TensorDescriptor.from_tensor(t, list(size)) for t, *size in tiles),
+        partial, F, STEPS=steps, **tile, PRECISION=_precision(ds), **kernel,
+    )  # fmt: skip
+    return dpre, partial
+
+
+def _feed_tile(config: Config, D: int, F: int) -> tuple[Config, Config, int]:
+    """Options, the tile, and the width that holds all of D."""
+    kernel = dict(config)
+    columns = min(kernel.pop("COLUMNS"), max(16, triton.next_power_of_2(F)))
+    tile = {"ROWS": kernel.pop("ROWS"), "COLUMNS": columns}
+    return kernel, tile, max(16, triton.next_power_of_2(D))
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"  # bfloat16's products are exact anyway
+
+
+@jit
+def _product_gelu(
+    x, w, pre, act, b, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows. Those beside each other take turns with the columns."""
+    row = tl.program_id(1) * ROWS
+    # What is computed is in registers: shared memory is left to the weights.
+    left = x.load([row, 0])
+    left += tl.zeros(left.shape, left.dtype)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        column = (step * tl.num_programs(0) + tl.program_id(0)) * COLUMNS
+        total = tl.dot(left, w.load([column, 0]).T, input_precision=PRECISION)
+        at = column + tl.arange(0, COLUMNS)
+        total += tl.load(b + at, at < F, 0.0).to(tl.float32)[None, :]
+        total = total.to(pre.dtype)
+        pre.store([row, column], total)
+        y, _ = _gelu_of(total.to(tl.float32))
+        act.store([row, column], y.to(act.dtype))
+
+
+@jit
+def _product_gelu_backward(
+    ds, w, pre, dpre, partial, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: COLUMNS columns of many rows; rows past the end have no gradient."""
+    column = tl.program_id(0) * COLUMNS
+    right = w.load([0, column])
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS
+        g = tl.dot(ds.load([row, 0]), right, input_precision=PRECISION)
+        # Nothing is below: this is x, but threads have of it what they have of g.
+        x = tl.where(g < float("-inf"), g, pre.load([row, column]).to(tl.float32))
+        _, slope = _gelu_of(x)
+        out = g.to(dpre.dtype).to(tl.float32) * slope
+        dpre.store([row, column], out.to(dpre.dtype))
+        sums += out
+    at = column + tl.arange(0, COLUMNS)
+    tl.store(partial + tl.program_id(1) * F + at, tl.sum(sums, 0), at < F)
 
 
 # A whole layer of one head, whose states stay on chip

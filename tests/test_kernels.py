@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -130,6 +131,63 @@ def test_gelu_and_its_gradient_are_those_of_the_definition(
         close(dpre, expected[0], dtype)
         close(act, expected[1], dtype)
         assert (partial.double().sum(0) - expected[2]).abs().max() <= 1e-5 * N**0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
+@pytest.mark.parametrize(("N", "D", "C"), [(1, 16, 16), (130, 48, 200), (70, 80, 8)])
+@pytest.mark.parametrize("programs", [None, 1, 3], ids=str)
+def test_gelu_in_the_kernel_of_the_product_is_the_same(
+    N: int, D: int, C: int, programs: int | None, dtype: torch.dtype
+) -> None:
+    """Rows and columns that fill no tile, too, and D and C that are no powers of two; programs of
+    one step and of several."""
+    if CUDA and (dtype == torch.float32 or N != 130):
+        pytest.skip("seconds for the compiler, and training takes bfloat16")
+    torch.manual_seed(N)
+    change = {} if programs is None else {"ROWS": 64, "COLUMNS": 32, "PROGRAMS": programs}
+    x, w, b = draw(N, D, dtype=dtype), draw(C, D, dtype=dtype), draw(C, dtype=dtype)
+    w /= D**0.5
+    pre, act = kernels.product_gelu(x, w, b, kernels.PRODUCT_GELU | change)
+    assert pre.dtype == act.dtype == dtype
+    close(pre, x.double() @ w.double().t() + b.double(), dtype)
+    assert torch.equal(act, kernels.gelu(pre))  # of pre as it is stored
+    ds, down = draw(N, D, dtype=dtype), draw(D, C, dtype=dtype) / D**0.5
+    g = (ds.double() @ down.double()).to(dtype)
+    dpre, _, sums = kernels.gelu_backward(pre, g)
+    config = kernels.PRODUCT_GELU_BACKWARD | change
+    got, parts = kernels.product_gelu_backward(ds, down, pre, config)
+    assert got.dtype == dtype
+    close(got, dpre.double(), dtype)
+    assert parts.shape[1] == C
+    # Sums are taken before rounding, but of a product that is rounded.
+    bound = 1e-5 if dtype == torch.float32 else 1e-3
+    difference = parts.double().sum(0) - sums.double().sum(0)
+    assert difference.abs().max() <= bound * N**0.5
+
+
+def test_sums_in_the_kernel_of_the_product_are_taken_before_rounding() -> None:
+    """2,048 rows of a third each: rounded ones would be off by one in thousands, all alike."""
+    N = 2048
+    ds = torch.ones(N, 16, device=DEVICE, dtype=NARROW)
+    w = torch.full((16, 16), 1 / 16, device=DEVICE, dtype=NARROW)  # the product is 1
+    pre = torch.full((N, 16), 0.3, device=DEVICE, dtype=NARROW)
+    x = pre[0].double()
+    slope = torch.special.ndtr(x) + x * torch.exp(-x * x / 2) / (2 * torch.pi) ** 0.5
+    rounded = (slope.to(NARROW).double() - slope).abs().max() * N
+    assert rounded > 0.1
+    dpre, partial = kernels.product_gelu_backward(ds, w, pre)
+    assert torch.equal(dpre[0], slope.to(NARROW))
+    assert (partial.double().sum(0) - N * slope).abs().max() < 0.01 * rounded
+
+
+def test_the_gradient_of_act_is_rounded_as_it_would_be_in_memory() -> None:
+    """1 + 2⁻¹² is 1 there, before GELU's slope (1 at 20) is multiplied with it."""
+    x = torch.ones(64, 16, device=DEVICE, dtype=NARROW)
+    w = torch.zeros(16, 16, device=DEVICE, dtype=NARROW)
+    w[:, 0], w[:, 1] = 1, 2**-12
+    pre = torch.full((64, 16), 20.0, device=DEVICE, dtype=NARROW)
+    _, partial = kernels.product_gelu_backward(x, w.t().contiguous(), pre)
+    assert partial.sum(0).tolist() == [64] * 16
 
 
 def test_sums_do_not_depend_on_how_many_programs_share_the_rows() -> None:
@@ -412,6 +470,44 @@ def test_a_block_of_kernels_is_the_block(
     with torch.no_grad():
         block.up.bias += 1
     assert (block(h, bias, None) - plain).abs().max() > 1e-3  # it reads the weights it has now
+
+
+@pytest.mark.parametrize(
+    ("D", "kept", "dtype", "names"),
+    [
+        (48, 2**26, NARROW, ["product_gelu", "product_gelu_backward"]),
+        (48, 0, NARROW, ["product_gelu", "gelu_backward"]),
+        (272, 2**26, NARROW, ["gelu", "gelu_backward"]),
+        (48, 2**26, torch.float32, ["gelu", "gelu_backward"]),
+    ],
+)
+def test_a_block_with_gelu_in_its_products_is_the_block(
+    D: int, kept: int, dtype: torch.dtype, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a row fits a tile, and act does not have to be computed once more."""
+    torch.manual_seed(0)
+    block = block_of(D, 80, D // 16, 20).to(dtype)
+    for norm in (block.attention_norm, block.ffn_norm):
+        norm.float()
+    x, dy = draw(3, 20, D, dtype=dtype).requires_grad_(), draw(3, 20, D, dtype=dtype)
+    ran: list[str] = []
+
+    def watched(name: str, real: Any, *arguments: Any, **options: Any) -> Any:
+        ran.append(name)
+        return real(*arguments, **options)
+
+    for name in ("gelu", "gelu_backward", "product_gelu", "product_gelu_backward"):
+        monkeypatch.setattr(kernels, name, functools.partial(watched, name, getattr(kernels, name)))
+    monkeypatch.setattr(fused, "KEPT", kept)
+    results: list[list[Tensor]] = []
+    for block.fused in (True, False):
+        y = block(x, None, None)
+        results.append([y.detach(), *torch.autograd.grad(y, [x, *block.tensors()], dy)])
+    assert ran == names
+    bound = 1e-4 if dtype == torch.float32 else 0.05 if CUDA else 0.02
+    for got, right in zip(*results, strict=True):
+        assert got.dtype == right.dtype
+        assert (got - right).abs().max() <= bound * right.abs().max()
 
 
 @pytest.mark.parametrize(
