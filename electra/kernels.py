@@ -505,22 +505,21 @@ def _gelu_backward(
 def _gelu_of(x):
     """gelu(x) = x Φ(x) and its slope Φ(x) + x Φ'(x), both to 4e-7 (float32's own F.gelu: 1e-6).
 
-    With t = 1 / (1 + p |x|), Φ(−|x|) e^{x²/2} is t times a polynomial of degree 6, minimax in its
-    relative error (1.1e-7 for |x| < 7). It takes half of erf's instructions, which would otherwise
-    be the limit, and the slope shares its exponential.
+    log2 Φ(−|x|) is a polynomial of degree 8, minimax in both errors up to |x| = 6; beyond, Φ(−|x|)
+    is below 1e-9 and goes on falling. It takes a third of erf's instructions, which would otherwise
+    be the limit.
     """
     z = tl.abs(x)
-    t = 1.0 + 0.25514825 * z
-    t = tl.rsqrt(t * t)  # two instructions; a division takes eight
-    series = -0.0846659 * t + 0.29202834
-    series = series * t - 0.19669393
-    series = series * t + 0.23272286
-    series = series * t + 0.04449145
-    series = series * t + 0.11103889
-    series = (series * t + 0.10107825) * t
-    power = tl.exp2(-0.72134752 * x * x)
-    slope = (series - 0.3989422804 * z) * power
-    return tl.maximum(x, 0.0) - z * (series * power), tl.where(x > 0, 1.0 - slope, slope)
+    tail = -3.1040079e-7 * z + 4.9603887e-6
+    tail = tail * z + 2.2229208e-6
+    tail = tail * z - 6.661925e-4
+    tail = tail * z + 7.8727016e-3
+    tail = tail * z - 5.3154837e-2
+    tail = tail * z - 4.5895103e-1
+    tail = tail * z - 1.1511421
+    tail = tl.exp2(tail * z - 0.99999917)  # Φ(−|x|)
+    slope = tail - z * tl.exp2(-0.72134752 * x * x - 1.3257481)
+    return tl.maximum(x, 0.0) - z * tail, tl.where(x > 0, 1.0 - slope, slope)
 
 
 # GELU in the kernel of the product before it
@@ -531,8 +530,8 @@ def product_gelu(
 ) -> tuple[Tensor, Tensor]:
     """pre = x wᵀ + b and act = gelu(pre), both (N, F), of x (N, D) and w (F, D).
 
-    pre is rounded before GELU sees it, as if it had been read from memory. The copy engine reads
-    zeros past the end of a tensor and writes nothing there, so that no tile has to fit.
+    GELU sees pre before it is rounded. The copy engine reads zeros past the end of a tensor and
+    writes nothing there, so that no tile has to fit.
     """
     _check(x, w, b)
     N, (F, D) = len(x), w.shape
@@ -554,7 +553,7 @@ def product_gelu_backward(
 ) -> tuple[Tensor, Tensor]:
     """Of `gelu_backward(pre, ds w)`, ds (N, D) and w (D, F): dpre and the partial sums.
 
-    The product is not stored, but rounded as if it were.
+    The product is neither stored nor rounded.
     """
     _check(ds, w, pre)
     N, (D, F) = len(ds), w.shape
@@ -599,9 +598,8 @@ def _product_gelu(
         total = tl.dot(left, w.load([column, 0]).T, input_precision=PRECISION)
         at = column + tl.arange(0, COLUMNS)
         total += tl.load(b + at, at < F, 0.0).to(tl.float32)[None, :]
-        total = total.to(pre.dtype)
-        pre.store([row, column], total)
-        y, _ = _gelu_of(total.to(tl.float32))
+        pre.store([row, column], total.to(pre.dtype))
+        y, _ = _gelu_of(total)
         act.store([row, column], y.to(act.dtype))
 
 
@@ -620,7 +618,7 @@ def _product_gelu_backward(
         # Nothing is below: this is x, but threads have of it what they have of g.
         x = tl.where(g < float("-inf"), g, pre.load([row, column]).to(tl.float32))
         _, slope = _gelu_of(x)
-        out = g.to(dpre.dtype).to(tl.float32) * slope
+        out = g * slope
         dpre.store([row, column], out.to(dpre.dtype))
         sums += out
     at = column + tl.arange(0, COLUMNS)
