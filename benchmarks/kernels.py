@@ -218,7 +218,7 @@ def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((qkv, mask), ours, plain, 4 * B * T * H * K * qkv.itemsize)
 
 
-def backward(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
+def backward(qkv: Tensor, mask: Tensor | None, do: Tensor, config: Config) -> tuple[Tensor, ...]:
     dqkv, sums = kernels.attention_backward(qkv, mask, do, config)
     return dqkv, kernels.column_sums([sums])[0]
 
@@ -239,13 +239,16 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
 
 
-def attention_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
+def attention_backward(B: int, T: int, H: int, K: int, like: Like, *, padded: bool = True) -> Case:
+    """Not padded: no mask, as in training on full sequences."""
     whole = attention_and_backward(B, T, H, K, like)
+    qkv, mask, do = whole.inputs
 
-    def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
-        return whole.plain(*inputs)[1:]
+    def plain(qkv: Tensor, mask: Tensor | None, do: Tensor) -> tuple[Tensor, ...]:
+        seen = torch.ones_like(qkv[:, :, 0, 0, 0], dtype=torch.bool) if mask is None else mask
+        return whole.plain(qkv, seen, do)[1:]
 
-    return Case(whole.inputs, backward, plain, 7 * whole.inputs[2].nbytes)
+    return Case((qkv, mask if padded else None, do), backward, plain, 7 * do.nbytes)
 
 
 # A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
@@ -422,6 +425,26 @@ LN_BACKS = [
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
 ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
+# Two programs share each of 132 multiprocessors: the head 264 on is the next one. Four warps with
+# twice the registers are two programs, too; what the copy engine reads ahead leaves room for one.
+ATTENTION_BACK = kernels.ATTENTION_BACKWARD
+AHEAD, SHORT, WIDE = {"AHEAD": 264}, {"SHORT": True}, {"num_warps": 4, "maxnreg": None}
+ATTENTION_BACKS = [
+    ATTENTION_BACK | change
+    for change in (
+        {},
+        AHEAD,
+        SHORT,
+        SHORT | AHEAD,
+        SHORT | {"AHEAD": 132},
+        SHORT | {"COPY": "out"},
+        SHORT | AHEAD | {"COPY": "out"},
+        SHORT | WIDE,
+        SHORT | WIDE | AHEAD,
+        SHORT | WIDE | AHEAD | {"COPY": "out"},
+        SHORT | {"COPY": "both", "PROGRAMS": 132, "STAGES": 2, "maxnreg": None},
+    )
+]
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
@@ -483,14 +506,13 @@ ENTRIES = {
         attention_and_backward, HEADS, (2, 20, 2, 16), [kernels.ATTENTION_BACKWARD]
     ),
     "attention backward": Entry(
-        attention_backward,
+        attention_backward, HEADS[:2], (2, 32, 2, 16), ATTENTION_BACKS, compiled=False
+    ),
+    "attention backward, not padded": Entry(
+        partial(attention_backward, padded=False),
         HEADS[:2],
-        (2, 20, 2, 16),
-        [
-            kernels.ATTENTION_BACKWARD,
-            kernels.ATTENTION_BACKWARD | {"maxnreg": None},
-            kernels.ATTENTION_BACKWARD | {"maxnreg": None, "HEADS": 4, "STAGES": 2},
-        ],
+        (2, 32, 2, 16),
+        ATTENTION_BACKS,
         compiled=False,
     ),
     "product and add_norm, out": Entry(

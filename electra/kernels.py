@@ -31,13 +31,13 @@ except ImportError:  # builds of torch for the CPU come without it
 Config = dict[str, Any]
 
 MOST_TOKENS = 128  # whose attention one program holds on chip
-PROGRAMS = 128  # that keep a GPU busy: it has 132 multiprocessors
 LOG2_E = 1.4426950408889634
 
 ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
 # 128 registers a thread let two programs share an SM: one computes while the other waits.
 ATTENTION_BACKWARD: Config = {
-    "HEADS": 1, "STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128
+    "PROGRAMS": None, "SHORT": False, "AHEAD": 0, "COPY": "", "STAGES": 1,
+    "num_warps": 8, "num_stages": 1, "maxnreg": 128,
 }  # fmt: skip
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
 CROSS_ENTROPY_BACKWARD: Config = {
@@ -110,14 +110,29 @@ def attention_backward(
     """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (B, 3 H K).
 
     The probabilities are computed again from qkv: nothing else of the forward pass is kept.
+
+    Ways of the config: PROGRAMS, that share all heads (None: one head each); SHORT, another order
+    of the same arithmetic (o · do as p · dp) with fewer instructions and one product less; AHEAD,
+    let the head that many behind this one come to the L2 cache meanwhile; COPY, the copy engine
+    writes ("out") or reads and writes ("both", with STAGES 2 and several heads a program), where T
+    is a power of two.
     """
     B, T, _, H, K = qkv.shape
     dqkv = torch.empty_like(qkv)
     partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
-    shape["HEADS"] = math.gcd(H, shape["HEADS"], B * H // PROGRAMS or 1)
-    grid = (B * H // shape["HEADS"],)
-    _attention_backward[grid](qkv, mask, do, dqkv, partial, T, 1 / math.sqrt(K), **shape)
+    heads = triton.cdiv(B * H, shape.pop("PROGRAMS") or B * H)
+    whole = shape["TILE"] == T
+    shape["FULL"] = whole and shape["SHORT"]
+    shape["COPY"] = copy = shape["COPY"] if whole else ""
+    if qkv.is_cpu:  # the interpreter has no such instruction, and no cache
+        shape["AHEAD"] = 0
+    x, y, dx = (
+        TensorDescriptor.from_tensor(t.view(B, T, -1), [1, T, K]) if copy in ways else t
+        for t, ways in ((qkv, ("both",)), (do, ("both",)), (dqkv, ("both", "out")))
+    )
+    grid = (triton.cdiv(B * H, heads),)
+    _attention_backward[grid](x, mask, y, dx, partial, T, 1 / math.sqrt(K), B * H, heads, **shape)
     return dqkv, partial
 
 
@@ -199,36 +214,108 @@ def _attention(
 
 
 @jit
-def _attention_backward(
-    qkv, mask, do, dqkv, partial, T, slope,
-    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+def _shares(q, k, seen, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
+    """`_softmax`, divided by its sums, with fewer instructions: to scale and to subtract is one."""
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if not ALL:
+        score = tl.where(seen, score, float("-inf"))
+    top = tl.max(score, 1) * scale
+    if not ALL:
+        top = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(score * scale - top[:, None])
+    total = tl.sum(p, 1)
+    if not ALL:
+        total = tl.where(total == 0.0, 1.0, total)
+    return (p * (1.0 / total)[:, None]).to(q.dtype)
+
+
+@jit
+def _widened(x):
+    """float32. Of bfloat16 by hand: the compiler would widen early, and its registers overflow."""
+    wide = x.to(tl.float32)
+    if x.dtype == tl.bfloat16:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x],
+            dtype=tl.float32, is_pure=False, pack=2,
+        )  # fmt: skip
+    return wide
+
+
+@jit
+def _fetch_head(x, token, T, K: tl.constexpr, ROW: tl.constexpr):
+    """Let rows of a head come as far as the L2 cache, 32 bytes at a time; nothing waits for it."""
+    SECTOR: tl.constexpr = 256 // x.dtype.element_ty.primitive_bitwidth
+    column = tl.arange(0, K // SECTOR) * SECTOR
+    at = x + tl.minimum(token, T - 1)[:, None] * ROW + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@jit
+def _store_head(
+    x, y, b, part, token, T, column, H: tl.constexpr, K: tl.constexpr, COPY: tl.constexpr
 ):  # fmt: skip
-    """One program: HEADS heads of one sequence.
+    """Columns from part K on of dqkv's rows of sequence b."""
+    if COPY != "":
+        x.store([b.to(tl.int32), 0, part * K], y.reshape(1, y.shape[0], K))
+    else:
+        at = x + b * T * (3 * H * K) + part * K + token[:, None] * (3 * H * K) + column[None, :]
+        tl.store(at, y, token[:, None] < T)
+
+
+@jit
+def _attention_backward(
+    qkv, mask, do, dqkv, partial, T, slope, total, heads,
+    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, FULL: tl.constexpr, SHORT: tl.constexpr, AHEAD: tl.constexpr,
+    COPY: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: every num_programs-th of all heads, `heads` times; the last one may come again.
 
     Every value is stored as soon as it is known, and the probabilities wait as bfloat16: the
     registers hold one matrix of 128 x 128 float32 and little else.
     """
-    b = (tl.program_id(0) // (H // HEADS)).to(tl.int64)
-    first = tl.program_id(0) % (H // HEADS) * HEADS
     column = tl.arange(0, K)
     token = tl.arange(0, TILE)
-    keys = _keys_seen(mask, b, token, T, PACKED)
-    seen = _seen(keys, mask, b, token, token, T, PACKED)
-    for i in tl.range(0, HEADS, num_stages=STAGES):
-        h = first + i
-        x = qkv + b * T * (3 * H * K) + h * K
-        at = dqkv + b * T * (3 * H * K) + h * K
-        at += token[:, None] * (3 * H * K) + column[None, :]
+    if FULL:
+        T = TILE
+    ALL: tl.constexpr = FULL and mask is None
+    for i in tl.range(0, heads, num_stages=STAGES):
+        n = tl.minimum(tl.program_id(0) + i * tl.num_programs(0), total - 1)
+        b = (n // H).to(tl.int64)
+        h = n % H
+        keys = _keys_seen(mask, b, token, T, PACKED)
+        seen = _seen(keys, mask, b, token, token, T, PACKED)
         sums = partial + b * (3 * H * K) + h * K + column
-        q = _load_head(x, token, T, column, 3 * H * K)
-        k = _load_head(x + H * K, token, T, column, 3 * H * K)
-        v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
-        da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
-        p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-        p = (p * (1.0 / total)[:, None]).to(q.dtype)
+        if COPY == "both":
+            row = b.to(tl.int32)
+            q = qkv.load([row, 0, h * K]).reshape(TILE, K)
+            k = qkv.load([row, 0, (H + h) * K]).reshape(TILE, K)
+            v = qkv.load([row, 0, (2 * H + h) * K]).reshape(TILE, K)
+            da = do.load([row, 0, h * K]).reshape(TILE, K)
+        else:
+            x = qkv + b * T * (3 * H * K) + h * K
+            q = _load_head(x, token, T, column, 3 * H * K)
+            k = _load_head(x + H * K, token, T, column, 3 * H * K)
+            v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
+            da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
+        if AHEAD:
+            after = tl.minimum(n + AHEAD, total - 1)
+            first = (after // H).to(tl.int64) * T
+            x = qkv + first * (3 * H * K) + after % H * K
+            _fetch_head(x, token, T, K, 3 * H * K)
+            _fetch_head(x + H * K, token, T, K, 3 * H * K)
+            _fetch_head(x + 2 * H * K, token, T, K, 3 * H * K)
+            _fetch_head(do + first * (H * K) + after % H * K, token, T, K, H * K)
+        if SHORT:
+            p = _shares(q, k, seen, slope * 1.4426950408889634, ALL, PRECISION)
+        else:
+            p, whole, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+            p = (p * (1.0 / whole)[:, None]).to(q.dtype)
         dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
-        tl.store(at + 2 * H * K, dv.to(q.dtype), token[:, None] < T)
+        _store_head(dqkv, dv.to(q.dtype), b, 2 * H + h, token, T, column, H, K, COPY)
         # Shares of anything add up to 1: all values together get all of da. And what all keys have
         # in common changes no share: it has no gradient.
         given = tl.sum(da.to(tl.float32), 0)
@@ -236,14 +323,18 @@ def _attention_backward(
             given *= tl.max(keys.to(tl.float32), 0)
         tl.store(sums + 2 * H * K, given)
         tl.store(sums + H * K, tl.zeros((K,), tl.float32))
-        a = tl.dot(p, v, input_precision=PRECISION)
-        level = tl.sum(a * da.to(tl.float32), 1) * slope
-        dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+        if SHORT:
+            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+            level = tl.sum(_widened(p) * dp, 1) * slope
+        else:
+            a = tl.dot(p, v, input_precision=PRECISION)
+            level = tl.sum(a * da.to(tl.float32), 1) * slope
+            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp * slope - level[:, None]).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-        tl.store(at + H * K, dk.to(q.dtype), token[:, None] < T)
+        _store_head(dqkv, dk.to(q.dtype), b, H + h, token, T, column, H, K, COPY)
         dq = tl.dot(ds, k, input_precision=PRECISION)
-        tl.store(at, dq.to(q.dtype), token[:, None] < T)
+        _store_head(dqkv, dq.to(q.dtype), b, h, token, T, column, H, K, COPY)
         tl.store(sums, tl.sum(dq, 0))
 
 

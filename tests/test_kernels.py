@@ -274,12 +274,17 @@ def test_attention_and_its_gradient_are_those_of_the_definition(
     check_attention(qkv, mask, do)
 
 
-def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor) -> None:
+def check_attention(
+    qkv: Tensor,
+    mask: Tensor | None,
+    do: Tensor,
+    config: dict[str, Any] = kernels.ATTENTION_BACKWARD,
+) -> None:
     if CUDA and qkv.dtype == torch.float32 and qkv.shape[1] > 33:
         pytest.skip("half a minute for the compiler, and training takes bfloat16")
     o, dqkv, dbias = attention_in_float64(qkv, mask, do)
     close(kernels.attention(qkv, mask), o, qkv.dtype)
-    got, partial = kernels.attention_backward(qkv, mask, do)
+    got, partial = kernels.attention_backward(qkv, mask, do, config)
     close(got, dqkv, qkv.dtype)
     close(partial.sum(0), dbias, qkv.dtype)
 
@@ -330,20 +335,46 @@ def test_what_is_padded_is_neither_seen_nor_learnt() -> None:
     assert dqkv[:, :, 0][~mask].any()  # as in scaled_dot_product_attention
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(16, 1), (32, 2), (64, 4)])
-def test_rows_and_heads_at_a_time_change_nothing(
-    rows: int, heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "PROGRAMS", 1)  # the heads of a small batch are not kept apart
+@pytest.mark.parametrize("rows", [16, 32, 64])
+def test_rows_at_a_time_change_nothing(rows: int) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(1, 60, 3, 4, 16).to(DEVICE, NARROW)
-    do = torch.randn(1, 60, 64).to(DEVICE, NARROW)
-    o, dqkv, dbias = attention_in_float64(qkv, None, do)
+    o, _, _ = attention_in_float64(qkv, None, torch.zeros(1, 60, 64, device=DEVICE))
     close(kernels.attention(qkv, None, kernels.ATTENTION | {"ROWS": rows}), o, NARROW)
-    config = kernels.ATTENTION_BACKWARD | {"HEADS": heads}
-    got, partial = kernels.attention_backward(qkv, None, do, config)
-    close(got, dqkv, NARROW)
-    close(partial.sum(0), dbias, NARROW)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"PROGRAMS": 2},  # the last of five heads comes twice
+        {"SHORT": True, "AHEAD": 3},
+        {"SHORT": True, "COPY": "out"},
+        {"SHORT": True, "COPY": "both", "PROGRAMS": 2, "STAGES": 2, "maxnreg": None},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("T", "mask"),
+    [(32, "none"), (32, "padded"), (32, "packed"), (20, "none"), (20, "padded"), (128, "none")],
+)
+def test_every_way_to_the_gradient_of_attention_arrives_there(
+    T: int, mask: str, way: dict[str, Any]
+) -> None:
+    torch.manual_seed(T)
+    B, H, K = (1, 5, 64) if T == 128 else (3, 5, 16)
+    qkv = torch.randn(B, T, 3, H, K).to(DEVICE, NARROW)
+    do = torch.randn(B, T, H * K).to(DEVICE, NARROW)
+    lengths = torch.tensor([[T, 0], [7, T - 7], [0, 0]])  # the last: nothing but padding
+    example = lay_out(lengths, T)[0].to(DEVICE)
+    seen = {
+        "none": None,
+        "padded": torch.arange(T, device=DEVICE) < lengths[:, :1].to(DEVICE),
+        "packed": example.int(),
+    }[mask]
+    config = kernels.ATTENTION_BACKWARD | way
+    check_attention(qkv, seen, do, config)
+    first, second = (kernels.attention_backward(qkv, seen, do, config) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
