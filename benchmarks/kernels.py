@@ -426,24 +426,22 @@ LN_BACKS = [
 LAYER_BACK = kernels.LAYER_BACKWARD
 ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
 # Two programs share each of 132 multiprocessors: the head 264 on is the next one. Four warps with
-# twice the registers are two programs, too; what the copy engine reads ahead leaves room for one.
-ATTENTION_BACK = kernels.ATTENTION_BACKWARD
-AHEAD, SHORT, WIDE = {"AHEAD": 264}, {"SHORT": True}, {"num_warps": 4, "maxnreg": None}
+# twice the registers are two programs, too; heads that are read ahead on chip leave room for one.
+AHEAD, WIDE = {"AHEAD": 264}, {"num_warps": 4, "maxnreg": None}
+LOOP = {"PROGRAMS": 132, "STAGES": 3, "maxnreg": None}
+SHORT = kernels.ATTENTION_BACKWARD | {"SHORT": True}
 ATTENTION_BACKS = [
-    ATTENTION_BACK | change
-    for change in (
-        {},
-        AHEAD,
-        SHORT,
-        SHORT | AHEAD,
-        SHORT | {"AHEAD": 132},
-        SHORT | {"COPY": "out"},
-        SHORT | AHEAD | {"COPY": "out"},
-        SHORT | WIDE,
-        SHORT | WIDE | AHEAD,
-        SHORT | WIDE | AHEAD | {"COPY": "out"},
-        SHORT | {"COPY": "both", "PROGRAMS": 132, "STAGES": 2, "maxnreg": None},
-    )
+    kernels.ATTENTION_BACKWARD,
+    kernels.ATTENTION_BACKWARD | AHEAD,
+    SHORT,
+    SHORT | AHEAD,
+    SHORT | {"AHEAD": 132},
+    SHORT | AHEAD | {"COPY": "out"},
+    SHORT | WIDE,
+    SHORT | WIDE | AHEAD,
+    SHORT | WIDE | AHEAD | {"COPY": "out"},
+    SHORT | LOOP | {"COPY": "out"},
+    SHORT | LOOP | {"COPY": "both"},
 ]
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]

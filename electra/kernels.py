@@ -107,32 +107,35 @@ def attention_backward(
     do: Tensor,
     config: Config = ATTENTION_BACKWARD,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (B, 3 H K).
+    """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (rows, 3 H K).
 
     The probabilities are computed again from qkv: nothing else of the forward pass is kept.
 
-    Ways of the config: PROGRAMS, that share all heads (None: one head each); SHORT, another order
-    of the same arithmetic (o · do as p · dp) with fewer instructions and one product less; AHEAD,
-    let the head that many behind this one come to the L2 cache meanwhile; COPY, the copy engine
-    writes ("out") or reads and writes ("both", with STAGES 2 and several heads a program), where T
-    is a power of two.
+    Ways of the config: SHORT, the same arithmetic (o · do as p · dp) with fewer instructions and
+    one product less; AHEAD, the head that many behind this one comes to the L2 cache meanwhile;
+    PROGRAMS, about as many share all heads instead of one each, read the next one meanwhile (with
+    3 STAGES: with 2 it is asked for when it is needed) and add up columns at their end; COPY, the
+    copy engine writes ("out") or reads and writes ("both"), where T is a power of two.
     """
     B, T, _, H, K = qkv.shape
-    dqkv = torch.empty_like(qkv)
-    partial = torch.empty(B, 3 * H * K, dtype=torch.float32, device=qkv.device)
     shape = _attention_shape(qkv, mask, config)
-    heads = triton.cdiv(B * H, shape.pop("PROGRAMS") or B * H)
+    programs = shape.pop("PROGRAMS")
+    shape["LOOP"] = programs is not None
+    rows = triton.cdiv(B, triton.cdiv(B, max(1, programs // H))) if shape["LOOP"] else B
     whole = shape["TILE"] == T
     shape["FULL"] = whole and shape["SHORT"]
     shape["COPY"] = copy = shape["COPY"] if whole else ""
+    assert not (shape["AHEAD"] and (copy == "both" or shape["LOOP"])), config
     if qkv.is_cpu:  # the interpreter has no such instruction, and no cache
         shape["AHEAD"] = 0
+    dqkv = torch.empty_like(qkv)
+    partial = torch.empty(rows, 3 * H * K, dtype=torch.float32, device=qkv.device)
     x, y, dx = (
         TensorDescriptor.from_tensor(t.view(B, T, -1), [1, T, K]) if copy in ways else t
         for t, ways in ((qkv, ("both",)), (do, ("both",)), (dqkv, ("both", "out")))
     )
-    grid = (triton.cdiv(B * H, heads),)
-    _attention_backward[grid](x, mask, y, dx, partial, T, 1 / math.sqrt(K), B * H, heads, **shape)
+    grid = (rows * H,)
+    _attention_backward[grid](x, mask, y, dx, partial, B, T, 1 / math.sqrt(K), **shape)
     return dqkv, partial
 
 
@@ -267,34 +270,41 @@ def _store_head(
 
 @jit
 def _attention_backward(
-    qkv, mask, do, dqkv, partial, T, slope, total, heads,
+    qkv, mask, do, dqkv, partial, B, T, slope,
     H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     PACKED: tl.constexpr, FULL: tl.constexpr, SHORT: tl.constexpr, AHEAD: tl.constexpr,
-    COPY: tl.constexpr, STAGES: tl.constexpr,
+    LOOP: tl.constexpr, COPY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: every num_programs-th of all heads, `heads` times; the last one may come again.
+    """One program: one head of one sequence, or, LOOP, of several.
 
     Every value is stored as soon as it is known, and the probabilities wait as bfloat16: the
     registers hold one matrix of 128 x 128 float32 and little else.
     """
+    h = tl.program_id(0) % H
+    first = tl.program_id(0) // H
     column = tl.arange(0, K)
     token = tl.arange(0, TILE)
+    sums = partial + first.to(tl.int64) * (3 * H * K) + h * K + column
     if FULL:
         T = TILE
     ALL: tl.constexpr = FULL and mask is None
-    for i in tl.range(0, heads, num_stages=STAGES):
-        n = tl.minimum(tl.program_id(0) + i * tl.num_programs(0), total - 1)
-        b = (n // H).to(tl.int64)
-        h = n % H
+    all_given = tl.zeros((TILE, K), tl.float32)
+    all_dq = tl.zeros((TILE, K), tl.float32)
+    stop = 1
+    step = 1
+    if LOOP:
+        stop = B - first
+        step = tl.num_programs(0) // H
+    for i in tl.range(0, stop, step, num_stages=STAGES):
+        sequence = first + i
+        b = sequence.to(tl.int64)
         keys = _keys_seen(mask, b, token, T, PACKED)
         seen = _seen(keys, mask, b, token, token, T, PACKED)
-        sums = partial + b * (3 * H * K) + h * K + column
         if COPY == "both":
-            row = b.to(tl.int32)
-            q = qkv.load([row, 0, h * K]).reshape(TILE, K)
-            k = qkv.load([row, 0, (H + h) * K]).reshape(TILE, K)
-            v = qkv.load([row, 0, (2 * H + h) * K]).reshape(TILE, K)
-            da = do.load([row, 0, h * K]).reshape(TILE, K)
+            q = qkv.load([sequence, 0, h * K]).reshape(TILE, K)
+            k = qkv.load([sequence, 0, (H + h) * K]).reshape(TILE, K)
+            v = qkv.load([sequence, 0, (2 * H + h) * K]).reshape(TILE, K)
+            da = do.load([sequence, 0, h * K]).reshape(TILE, K)
         else:
             x = qkv + b * T * (3 * H * K) + h * K
             q = _load_head(x, token, T, column, 3 * H * K)
@@ -302,27 +312,32 @@ def _attention_backward(
             v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
             da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
         if AHEAD:
-            after = tl.minimum(n + AHEAD, total - 1)
-            first = (after // H).to(tl.int64) * T
-            x = qkv + first * (3 * H * K) + after % H * K
+            after = tl.minimum(tl.program_id(0) + AHEAD, tl.num_programs(0) - 1)
+            row = (after // H).to(tl.int64) * T
+            x = qkv + row * (3 * H * K) + after % H * K
             _fetch_head(x, token, T, K, 3 * H * K)
             _fetch_head(x + H * K, token, T, K, 3 * H * K)
             _fetch_head(x + 2 * H * K, token, T, K, 3 * H * K)
-            _fetch_head(do + first * (H * K) + after % H * K, token, T, K, H * K)
+            _fetch_head(do + row * (H * K) + after % H * K, token, T, K, H * K)
         if SHORT:
             p = _shares(q, k, seen, slope * 1.4426950408889634, ALL, PRECISION)
         else:
-            p, whole, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-            p = (p * (1.0 / whole)[:, None]).to(q.dtype)
+            p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
+            p = (p * (1.0 / total)[:, None]).to(q.dtype)
         dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
         _store_head(dqkv, dv.to(q.dtype), b, 2 * H + h, token, T, column, H, K, COPY)
         # Shares of anything add up to 1: all values together get all of da. And what all keys have
         # in common changes no share: it has no gradient.
-        given = tl.sum(da.to(tl.float32), 0)
+        given = da.to(tl.float32)
+        if not LOOP:
+            given = tl.sum(given, 0)
         if mask is not None:
             given *= tl.max(keys.to(tl.float32), 0)
-        tl.store(sums + 2 * H * K, given)
-        tl.store(sums + H * K, tl.zeros((K,), tl.float32))
+        if LOOP:
+            all_given += given
+        else:
+            tl.store(sums + 2 * H * K, given)
+            tl.store(sums + H * K, tl.zeros((K,), tl.float32))
         if SHORT:
             dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
             level = tl.sum(_widened(p) * dp, 1) * slope
@@ -335,7 +350,14 @@ def _attention_backward(
         _store_head(dqkv, dk.to(q.dtype), b, H + h, token, T, column, H, K, COPY)
         dq = tl.dot(ds, k, input_precision=PRECISION)
         _store_head(dqkv, dq.to(q.dtype), b, h, token, T, column, H, K, COPY)
-        tl.store(sums, tl.sum(dq, 0))
+        if LOOP:
+            all_dq += dq
+        else:
+            tl.store(sums, tl.sum(dq, 0))
+    if LOOP:
+        tl.store(sums + 2 * H * K, tl.sum(all_given, 0))
+        tl.store(sums + H * K, tl.zeros((K,), tl.float32))
+        tl.store(sums, tl.sum(all_dq, 0))
 
 
 # Residual and layer norm
