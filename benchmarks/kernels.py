@@ -440,6 +440,7 @@ ATTENTION_BACKS = [
     SHORT | WIDE,
     SHORT | WIDE | AHEAD,
     SHORT | WIDE | AHEAD | {"COPY": "out"},
+    SHORT | AHEAD | {"COPY": "out", "PROGRAMS": 264},
     SHORT | LOOP | {"COPY": "out"},
     SHORT | LOOP | {"COPY": "both"},
 ]

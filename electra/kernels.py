@@ -113,9 +113,9 @@ def attention_backward(
 
     Ways of the config: SHORT, the same arithmetic (o · do as p · dp) with fewer instructions and
     one product less; AHEAD, the head that many behind this one comes to the L2 cache meanwhile;
-    PROGRAMS, about as many share all heads instead of one each, read the next one meanwhile (with
-    3 STAGES: with 2 it is asked for when it is needed) and add up columns at their end; COPY, the
-    copy engine writes ("out") or reads and writes ("both"), where T is a power of two.
+    PROGRAMS, about as many share all heads instead of one each and add up columns at their end;
+    STAGES, 3 and they read the next head meanwhile (2: only when it is needed); COPY, the copy
+    engine writes ("out") or reads and writes ("both"), where T is a power of two.
     """
     B, T, _, H, K = qkv.shape
     shape = _attention_shape(qkv, mask, config)
@@ -125,7 +125,7 @@ def attention_backward(
     whole = shape["TILE"] == T
     shape["FULL"] = whole and shape["SHORT"]
     shape["COPY"] = copy = shape["COPY"] if whole else ""
-    assert not (shape["AHEAD"] and (copy == "both" or shape["LOOP"])), config
+    assert not (shape["AHEAD"] and copy == "both"), config
     if qkv.is_cpu:  # the interpreter has no such instruction, and no cache
         shape["AHEAD"] = 0
     dqkv = torch.empty_like(qkv)
@@ -288,8 +288,9 @@ def _attention_backward(
     if FULL:
         T = TILE
     ALL: tl.constexpr = FULL and mask is None
-    all_given = tl.zeros((TILE, K), tl.float32)
-    all_dq = tl.zeros((TILE, K), tl.float32)
+    # Rows that lie in the same thread are added up at once, the others after the last sequence.
+    all_given = tl.zeros((TILE // 4, K), tl.float32)
+    all_dq = tl.zeros((TILE // 16, 8, K), tl.float32)
     stop = 1
     step = 1
     if LOOP:
@@ -312,7 +313,7 @@ def _attention_backward(
             v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
             da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
         if AHEAD:
-            after = tl.minimum(tl.program_id(0) + AHEAD, tl.num_programs(0) - 1)
+            after = tl.minimum(sequence * H + h + AHEAD, B * H - 1)
             row = (after // H).to(tl.int64) * T
             x = qkv + row * (3 * H * K) + after % H * K
             _fetch_head(x, token, T, K, 3 * H * K)
@@ -334,7 +335,7 @@ def _attention_backward(
         if mask is not None:
             given *= tl.max(keys.to(tl.float32), 0)
         if LOOP:
-            all_given += given
+            all_given += tl.sum(given.reshape(4, TILE // 4, K), 0)
         else:
             tl.store(sums + 2 * H * K, given)
             tl.store(sums + H * K, tl.zeros((K,), tl.float32))
@@ -351,13 +352,13 @@ def _attention_backward(
         dq = tl.dot(ds, k, input_precision=PRECISION)
         _store_head(dqkv, dq.to(q.dtype), b, h, token, T, column, H, K, COPY)
         if LOOP:
-            all_dq += dq
+            all_dq += tl.sum(dq.reshape(TILE // 16, 2, 8, K), 1)
         else:
             tl.store(sums, tl.sum(dq, 0))
     if LOOP:
         tl.store(sums + 2 * H * K, tl.sum(all_given, 0))
         tl.store(sums + H * K, tl.zeros((K,), tl.float32))
-        tl.store(sums, tl.sum(all_dq, 0))
+        tl.store(sums, tl.sum(tl.sum(all_dq, 0), 0))
 
 
 # Residual and layer norm

@@ -348,7 +348,7 @@ def test_rows_at_a_time_change_nothing(rows: int) -> None:
     [
         {"SHORT": True, "AHEAD": 3},
         {"SHORT": True, "COPY": "out"},
-        {"PROGRAMS": 2, "STAGES": 2, "maxnreg": None},  # too few: each takes a head of all rows
+        {"AHEAD": 10, "PROGRAMS": 2},  # fewer than heads: each takes one head of all sequences
         {"SHORT": True, "COPY": "both", "PROGRAMS": 10, "STAGES": 3, "maxnreg": None},
     ],
     ids=str,
