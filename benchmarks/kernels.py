@@ -425,25 +425,6 @@ LN_BACKS = [
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
 ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
-# Two programs share each of 132 multiprocessors: the head 264 on is the next one. Four warps with
-# twice the registers are two programs, too; heads that are read ahead on chip leave room for one.
-AHEAD, WIDE = {"AHEAD": 264}, {"num_warps": 4, "maxnreg": None}
-LOOP = {"PROGRAMS": 132, "STAGES": 3, "maxnreg": None}
-SHORT = kernels.ATTENTION_BACKWARD | {"SHORT": True}
-ATTENTION_BACKS = [
-    kernels.ATTENTION_BACKWARD,
-    kernels.ATTENTION_BACKWARD | AHEAD,
-    SHORT,
-    SHORT | AHEAD,
-    SHORT | {"AHEAD": 132},
-    SHORT | AHEAD | {"COPY": "out"},
-    SHORT | WIDE,
-    SHORT | WIDE | AHEAD,
-    SHORT | WIDE | AHEAD | {"COPY": "out"},
-    SHORT | AHEAD | {"COPY": "out", "PROGRAMS": 264},
-    SHORT | LOOP | {"COPY": "out"},
-    SHORT | LOOP | {"COPY": "both"},
-]
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
@@ -505,13 +486,17 @@ ENTRIES = {
         attention_and_backward, HEADS, (2, 20, 2, 16), [kernels.ATTENTION_BACKWARD]
     ),
     "attention backward": Entry(
-        attention_backward, HEADS[:2], (2, 32, 2, 16), ATTENTION_BACKS, compiled=False
+        attention_backward,
+        HEADS[:2],
+        (2, 32, 2, 16),
+        [kernels.ATTENTION_BACKWARD],
+        compiled=False,
     ),
     "attention backward, not padded": Entry(
         partial(attention_backward, padded=False),
         HEADS[:2],
         (2, 32, 2, 16),
-        ATTENTION_BACKS,
+        [kernels.ATTENTION_BACKWARD],
         compiled=False,
     ),
     "product and add_norm, out": Entry(

@@ -50,8 +50,6 @@ KERNELS = {"run.kernels": "yes"}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
-    "gelu apart": {"settings": KERNELS, "set": {"fused.FEED": False}},
-    "kept, gelu apart": {"settings": KERNELS, "set": {"fused.FEED": False, "fused.KEPT": 2**40}},
     "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
     "plain": {},
     "gemm": {"inductor": GEMM},

@@ -34,11 +34,8 @@ MOST_TOKENS = 128  # whose attention one program holds on chip
 LOG2_E = 1.4426950408889634
 
 ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
-# 128 registers a thread let two programs share an SM: one computes while the other waits.
-ATTENTION_BACKWARD: Config = {
-    "PROGRAMS": None, "SHORT": False, "AHEAD": 0, "COPY": "", "STAGES": 1,
-    "num_warps": 8, "num_stages": 1, "maxnreg": 128,
-}  # fmt: skip
+# Heads that are read ahead fill the memory of a multiprocessor: one program on each.
+ATTENTION_BACKWARD: Config = {"PROGRAMS": 132, "STAGES": 3, "num_warps": 8, "num_stages": 1}
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
 CROSS_ENTROPY_BACKWARD: Config = {
     "WIDTH": 1024, "ROWS": 4, "GROUPS": 32, "STAGES": 1, "num_warps": 4
@@ -63,7 +60,7 @@ LAYER: Config = {"STAGES": 1, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
 # Its weights' gradients, summed on chip, would fill the registers: one program on a multiprocessor
 # would wait for itself. What they are made of, written out, leaves room for several.
 LAYER_BACKWARD: Config = {
-    "FEED": {"ROWS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
+    "FEED": {"ROWS": 64, "STAGES": 2, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
     "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
 }
@@ -109,33 +106,24 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (rows, 3 H K).
 
-    The probabilities are computed again from qkv: nothing else of the forward pass is kept.
-
-    Ways of the config: SHORT, the same arithmetic (o · do as p · dp) with fewer instructions and
-    one product less; AHEAD, the head that many behind this one comes to the L2 cache meanwhile;
-    PROGRAMS, about as many share all heads instead of one each and add up columns at their end;
-    STAGES, 3 and they read the next head meanwhile (2: only when it is needed); COPY, the copy
-    engine writes ("out") or reads and writes ("both"), where T is a power of two.
+    The probabilities are computed again from qkv: nothing else of the forward pass is kept. About
+    PROGRAMS programs share the heads, and read the next one while they compute.
     """
     B, T, _, H, K = qkv.shape
     shape = _attention_shape(qkv, mask, config)
-    programs = shape.pop("PROGRAMS")
-    shape["LOOP"] = programs is not None
-    rows = triton.cdiv(B, triton.cdiv(B, max(1, programs // H))) if shape["LOOP"] else B
-    whole = shape["TILE"] == T
-    shape["FULL"] = whole and shape["SHORT"]
-    shape["COPY"] = copy = shape["COPY"] if whole else ""
-    assert not (shape["AHEAD"] and copy == "both"), config
-    if qkv.is_cpu:  # the interpreter has no such instruction, and no cache
-        shape["AHEAD"] = 0
+    rows = triton.cdiv(B, triton.cdiv(B, max(1, shape.pop("PROGRAMS") // H)))
+    newer = qkv.is_cuda and torch.cuda.get_device_capability(qkv.device)[0] > 9
+    if newer or qkv.dtype == torch.float32:  # whose products, or operands, leave the next no room
+        shape["STAGES"] = 1
+    # Else the copy engine would take tokens of the next sequence; and beside the tiles as it lays
+    # them there is no room for the numbers of packed examples.
+    shape["WHOLE"] = whole = shape["TILE"] == T and not shape["PACKED"]
     dqkv = torch.empty_like(qkv)
     partial = torch.empty(rows, 3 * H * K, dtype=torch.float32, device=qkv.device)
-    x, y, dx = (
-        TensorDescriptor.from_tensor(t.view(B, T, -1), [1, T, K]) if copy in ways else t
-        for t, ways in ((qkv, ("both",)), (do, ("both",)), (dqkv, ("both", "out")))
-    )
-    grid = (rows * H,)
-    _attention_backward[grid](x, mask, y, dx, partial, B, T, 1 / math.sqrt(K), **shape)
+    tensors = (qkv, do, dqkv)
+    if whole:
+        tensors = (TensorDescriptor.from_tensor(t.view(B, T, -1), [1, T, K]) for t in tensors)
+    _attention_backward[(rows * H,)](*tensors, mask, partial, B, T, 1 / math.sqrt(K), **shape)
     return dqkv, partial
 
 
@@ -145,8 +133,7 @@ def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config
     assert qkv.is_contiguous()
     assert T <= MOST_TOKENS, T
     tile = max(16, triton.next_power_of_2(T))
-    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"  # bfloat16's are exact anyway
-    shape = {"H": H, "K": K, "TILE": tile, "PRECISION": precision}
+    shape = {"H": H, "K": K, "TILE": tile, "PRECISION": _precision(qkv)}
     return {**config, **shape, "PACKED": _packed(mask)}
 
 
@@ -218,7 +205,7 @@ def _attention(
 
 @jit
 def _shares(q, k, seen, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
-    """`_softmax`, divided by its sums, with fewer instructions: to scale and to subtract is one."""
+    """`_softmax` divided by its sums, in q's type. ALL: every key is seen."""
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not ALL:
         score = tl.where(seen, score, float("-inf"))
@@ -245,120 +232,73 @@ def _widened(x):
 
 
 @jit
-def _fetch_head(x, token, T, K: tl.constexpr, ROW: tl.constexpr):
-    """Let rows of a head come as far as the L2 cache, 32 bytes at a time; nothing waits for it."""
-    SECTOR: tl.constexpr = 256 // x.dtype.element_ty.primitive_bitwidth
-    column = tl.arange(0, K // SECTOR) * SECTOR
-    at = x + tl.minimum(token, T - 1)[:, None] * ROW + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _head(x, b, part, token, T, K: tl.constexpr, ROW: tl.constexpr, WHOLE: tl.constexpr):
+    """(tokens, K) of sequence b: columns from part K on of rows of ROW elements."""
+    if WHOLE:
+        y = x.load([b, 0, part * K]).reshape(token.shape[0], K)
+    else:
+        y = _load_head(x + b.to(tl.int64) * T * ROW + part * K, token, T, tl.arange(0, K), ROW)
+    return y
 
 
 @jit
-def _store_head(
-    x, y, b, part, token, T, column, H: tl.constexpr, K: tl.constexpr, COPY: tl.constexpr
-):  # fmt: skip
-    """Columns from part K on of dqkv's rows of sequence b."""
-    if COPY != "":
-        x.store([b.to(tl.int32), 0, part * K], y.reshape(1, y.shape[0], K))
+def _put_head(x, y, b, part, token, T, ROW: tl.constexpr, WHOLE: tl.constexpr):
+    """What `_head` would read."""
+    K: tl.constexpr = y.shape[1]
+    if WHOLE:
+        x.store([b, 0, part * K], y.reshape(1, token.shape[0], K))
     else:
-        at = x + b * T * (3 * H * K) + part * K + token[:, None] * (3 * H * K) + column[None, :]
-        tl.store(at, y, token[:, None] < T)
+        at = token[:, None] * ROW + tl.arange(0, K)[None, :]
+        tl.store(x + b.to(tl.int64) * T * ROW + part * K + at, y, token[:, None] < T)
 
 
 @jit
 def _attention_backward(
-    qkv, mask, do, dqkv, partial, B, T, slope,
-    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    PACKED: tl.constexpr, FULL: tl.constexpr, SHORT: tl.constexpr, AHEAD: tl.constexpr,
-    LOOP: tl.constexpr, COPY: tl.constexpr, STAGES: tl.constexpr,
+    qkv, do, dqkv, mask, partial, B, T, slope, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one sequence, or, LOOP, of several.
+    """One program: one head of several sequences.
 
     Every value is stored as soon as it is known, and the probabilities wait as bfloat16: the
     registers hold one matrix of 128 x 128 float32 and little else.
     """
     h = tl.program_id(0) % H
     first = tl.program_id(0) // H
-    column = tl.arange(0, K)
     token = tl.arange(0, TILE)
-    sums = partial + first.to(tl.int64) * (3 * H * K) + h * K + column
-    if FULL:
+    if WHOLE:
         T = TILE
-    ALL: tl.constexpr = FULL and mask is None
     # Rows that lie in the same thread are added up at once, the others after the last sequence.
     all_given = tl.zeros((TILE // 4, K), tl.float32)
     all_dq = tl.zeros((TILE // 16, 8, K), tl.float32)
-    stop = 1
-    step = 1
-    if LOOP:
-        stop = B - first
-        step = tl.num_programs(0) // H
-    for i in tl.range(0, stop, step, num_stages=STAGES):
-        sequence = first + i
-        b = sequence.to(tl.int64)
-        keys = _keys_seen(mask, b, token, T, PACKED)
-        seen = _seen(keys, mask, b, token, token, T, PACKED)
-        if COPY == "both":
-            q = qkv.load([sequence, 0, h * K]).reshape(TILE, K)
-            k = qkv.load([sequence, 0, (H + h) * K]).reshape(TILE, K)
-            v = qkv.load([sequence, 0, (2 * H + h) * K]).reshape(TILE, K)
-            da = do.load([sequence, 0, h * K]).reshape(TILE, K)
-        else:
-            x = qkv + b * T * (3 * H * K) + h * K
-            q = _load_head(x, token, T, column, 3 * H * K)
-            k = _load_head(x + H * K, token, T, column, 3 * H * K)
-            v = _load_head(x + 2 * H * K, token, T, column, 3 * H * K)
-            da = _load_head(do + b * T * (H * K) + h * K, token, T, column, H * K)
-        if AHEAD:
-            after = tl.minimum(sequence * H + h + AHEAD, B * H - 1)
-            row = (after // H).to(tl.int64) * T
-            x = qkv + row * (3 * H * K) + after % H * K
-            _fetch_head(x, token, T, K, 3 * H * K)
-            _fetch_head(x + H * K, token, T, K, 3 * H * K)
-            _fetch_head(x + 2 * H * K, token, T, K, 3 * H * K)
-            _fetch_head(do + row * (H * K) + after % H * K, token, T, K, H * K)
-        if SHORT:
-            p = _shares(q, k, seen, slope * 1.4426950408889634, ALL, PRECISION)
-        else:
-            p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, PRECISION)
-            p = (p * (1.0 / total)[:, None]).to(q.dtype)
+    for i in tl.range(0, B - first, tl.num_programs(0) // H, num_stages=STAGES):
+        b = first + i
+        keys = _keys_seen(mask, b.to(tl.int64), token, T, PACKED)
+        seen = _seen(keys, mask, b.to(tl.int64), token, token, T, PACKED)
+        q = _head(qkv, b, h, token, T, K, 3 * H * K, WHOLE)
+        k = _head(qkv, b, H + h, token, T, K, 3 * H * K, WHOLE)
+        v = _head(qkv, b, 2 * H + h, token, T, K, 3 * H * K, WHOLE)
+        da = _head(do, b, h, token, T, K, H * K, WHOLE)
+        p = _shares(q, k, seen, slope * 1.4426950408889634, WHOLE and mask is None, PRECISION)
         dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
-        _store_head(dqkv, dv.to(q.dtype), b, 2 * H + h, token, T, column, H, K, COPY)
+        _put_head(dqkv, dv.to(q.dtype), b, 2 * H + h, token, T, 3 * H * K, WHOLE)
         # Shares of anything add up to 1: all values together get all of da. And what all keys have
         # in common changes no share: it has no gradient.
         given = da.to(tl.float32)
-        if not LOOP:
-            given = tl.sum(given, 0)
         if mask is not None:
             given *= tl.max(keys.to(tl.float32), 0)
-        if LOOP:
-            all_given += tl.sum(given.reshape(4, TILE // 4, K), 0)
-        else:
-            tl.store(sums + 2 * H * K, given)
-            tl.store(sums + H * K, tl.zeros((K,), tl.float32))
-        if SHORT:
-            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
-            level = tl.sum(_widened(p) * dp, 1) * slope
-        else:
-            a = tl.dot(p, v, input_precision=PRECISION)
-            level = tl.sum(a * da.to(tl.float32), 1) * slope
-            dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+        all_given += tl.sum(given.reshape(4, TILE // 4, K), 0)
+        dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+        level = tl.sum(_widened(p) * dp, 1) * slope
         ds = p * (dp * slope - level[:, None]).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
-        _store_head(dqkv, dk.to(q.dtype), b, H + h, token, T, column, H, K, COPY)
+        _put_head(dqkv, dk.to(q.dtype), b, H + h, token, T, 3 * H * K, WHOLE)
         dq = tl.dot(ds, k, input_precision=PRECISION)
-        _store_head(dqkv, dq.to(q.dtype), b, h, token, T, column, H, K, COPY)
-        if LOOP:
-            all_dq += tl.sum(dq.reshape(TILE // 16, 2, 8, K), 1)
-        else:
-            tl.store(sums, tl.sum(dq, 0))
-    if LOOP:
-        tl.store(sums + 2 * H * K, tl.sum(all_given, 0))
-        tl.store(sums + H * K, tl.zeros((K,), tl.float32))
-        tl.store(sums, tl.sum(tl.sum(all_dq, 0), 0))
+        _put_head(dqkv, dq.to(q.dtype), b, h, token, T, 3 * H * K, WHOLE)
+        all_dq += tl.sum(dq.reshape(TILE // 16, 2, 8, K), 1)
+    sums = partial + first.to(tl.int64) * (3 * H * K) + h * K + tl.arange(0, K)
+    tl.store(sums, tl.sum(tl.sum(all_dq, 0), 0))
+    tl.store(sums + H * K, tl.zeros((K,), tl.float32))
+    tl.store(sums + 2 * H * K, tl.sum(all_given, 0))
 
 
 # Residual and layer norm
@@ -516,7 +456,7 @@ def product_add_norm(
     _product_add_norm[(triton.cdiv(N, rows),)](
         *(TensorDescriptor.from_tensor(t, list(tile)) for t, *tile in tiles),
         b, gamma, beta, mean, rstd, N, eps, C, D, rows, width, inner,
-        "ieee" if x.dtype == torch.float32 else "tf32", **kernel,
+        _precision(x), **kernel,
     )  # fmt: skip
     return y, s, mean, rstd
 
@@ -808,8 +748,7 @@ def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: 
     assert D in (16, 32, 64), D
     assert F % D == 0, F
     tile = max(16, triton.next_power_of_2(T))
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    shape = {"D": D, "F": F, "TILE": tile, "PRECISION": precision}
+    shape = {"D": D, "F": F, "TILE": tile, "PRECISION": _precision(x)}
     return {**config, **shape, "PACKED": _packed(mask)}
 
 
@@ -902,7 +841,8 @@ def _layer(
 @jit
 def _feed_backward(
     dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps,
-    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS tokens, back to ds; sums for both layer norms."""
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -919,7 +859,7 @@ def _feed_backward(
     tl.store(left + 4 * D + F, da, ok)
     h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
     tl.store(right, h, ok)
-    for c in range(0, F, D):
+    for c in tl.range(0, F, D, num_stages=STAGES):
         up = _square(w1, c, 0, D, D)
         bias = tl.load(b1 + c + column).to(tl.float32)
         pre = tl.dot(h, tl.trans(up), input_precision=PRECISION) + bias[None, :]

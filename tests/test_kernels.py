@@ -343,22 +343,13 @@ def test_rows_at_a_time_change_nothing(rows: int) -> None:
     close(kernels.attention(qkv, None, kernels.ATTENTION | {"ROWS": rows}), o, NARROW)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        {"SHORT": True, "AHEAD": 3},
-        {"SHORT": True, "COPY": "out"},
-        {"AHEAD": 10, "PROGRAMS": 2},  # fewer than heads: each takes one head of all sequences
-        {"SHORT": True, "COPY": "both", "PROGRAMS": 10, "STAGES": 3, "maxnreg": None},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("programs", [2, 10, 10**6])  # 2: each takes one head of all sequences
 @pytest.mark.parametrize(
     ("T", "mask"),
     [(32, "none"), (32, "padded"), (32, "packed"), (20, "none"), (20, "padded"), (128, "none")],
 )
-def test_every_way_to_the_gradient_of_attention_arrives_there(
-    T: int, mask: str, way: dict[str, Any]
+def test_the_gradient_of_attention_does_not_depend_on_how_programs_share_the_heads(
+    T: int, mask: str, programs: int
 ) -> None:
     torch.manual_seed(T)
     B, H, K = (2, 1, 64) if T == 128 else (3, 5, 16)
@@ -371,7 +362,7 @@ def test_every_way_to_the_gradient_of_attention_arrives_there(
         "padded": torch.arange(T, device=DEVICE) < lengths[:, :1].to(DEVICE),
         "packed": example.int(),
     }[mask]
-    config = kernels.ATTENTION_BACKWARD | way
+    config = kernels.ATTENTION_BACKWARD | {"PROGRAMS": programs}
     check_attention(qkv, seen, do, config)
     first, second = (kernels.attention_backward(qkv, seen, do, config) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -675,7 +666,7 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
 def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = recipe("small").encoder
     assert fused.kept_layers(small, 128 * 128) == 12
-    assert fused.kept_layers(small, 1024 * 128) == 7
+    assert fused.kept_layers(small, 1024 * 128) == 8
     given: list[bool] = []
     real = fused.block
 
