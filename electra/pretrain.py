@@ -447,7 +447,8 @@ class Trainer:
         self.rows = config.data.batch_size // runtime.world
         self.split(config.data.at_once(self.rows))
         # A GPU is fed many steps ahead so that it never waits for Python.
-        self.block_steps = 32 if runtime.device.type == "cuda" else 1
+        on_gpu = runtime.device.type == "cuda"
+        self.block_steps = steps_ahead(self.rows * config.data.sequence_length) if on_gpu else 1
         device = runtime.device
         self.seed: int | Tensor = config.run.seed
         if runtime.compiled:  # what was compiled for one seed is found again by the others
@@ -662,6 +663,8 @@ class Trainer:
             self.train_step()
         if on_gpu and self.runtime.cuda_graph:  # a graph keeps for itself what its step needs
             occupy(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
+        with self._without_effect():  # the next block of batches comes beside all that
+            pass
         glance()
 
     def collect(self) -> None:
@@ -726,6 +729,12 @@ def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime)
     joint = type(objective) is ReplacedTokenDetection and objective.stage == "joint"
     objective.fused = wanted and is_plain and joint
     return wanted
+
+
+def steps_ahead(tokens: int) -> int:
+    """How many steps of so many tokens come to the GPU at a time: 32, unless that takes memory
+    (about 50 bytes a token for a moment)."""
+    return max(1, min(32, 2**23 // tokens))
 
 
 def _find_micro_batch(

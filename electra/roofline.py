@@ -20,11 +20,11 @@ where those are used, and one for CPUs (`GPU`, `OWN`, `CPU`):
 Calibrated once. GPU: the compiled step of `small` on an H200. The floor is how its time grows with
 the batch (results/speed: 3 to 4.4 ms do not depend on it, in 734 kernels), the shares are its GPU
 time by kind. A padding mask makes attention twice as long (1.93 M tokens/s against 2.13 M). OWN:
-the same with own kernels, which are fewer and move fewer bytes: 2.3 to 2.8 ms do not depend on the
-batch, in 659 kernels. Two profiles say 0.73 for traffic; 0.70, because steps take 2 % longer than
-their kernels. That a mask costs own kernels nothing is a guess. CPU: the CPU time of `small` and
+the same with own kernels, which are fewer and move fewer bytes: fitted to twelve steps of batches
+from 32 to 4,096, 3 to 24 layers and widths from 128 to 1,024 (results/speed/growth_h200.json). That
+a mask costs own kernels nothing is a guess. CPU: the CPU time of `small` and
 `tiny` in one thread (results/speed). docs/cost.md has measured and predicted values side by side; a
-test holds them to 25 %, those with own kernels of that time to 10 %.
+test holds them to 25 %, those with own kernels to 10 %.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Shares(NamedTuple):
 
 
 GPU = Shares(product=0.66, attention=0.40, traffic=0.62, floor=5e-6)
-OWN = Shares(product=0.65, attention=0.39, traffic=0.70, floor=3.5e-6)
+OWN = Shares(product=0.68, attention=0.50, traffic=0.82, floor=2.6e-6)
 CPU = Shares(product=0.88, attention=0.36, traffic=0.32, floor=130e-6)
 
 

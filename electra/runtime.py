@@ -196,6 +196,8 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # Sums along rows of a batch have no deterministic flag on a GPU, but no race either.
         torch.use_deterministic_algorithms(True, warn_only=True)
+        # Memory need not be filled before it is written: that shows mistakes, and takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if wants_cuda else "fp32"
@@ -209,6 +211,11 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     if not wants_cuda:
         _keep_freed_memory()
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
+    if compiled and config.deterministic:
+        from torch._inductor import config as compiler
+
+        # It would time several ways to sum on the device, and take another one another time.
+        compiler.deterministic = True
     # torch unpickles what it compiled before, by default from a folder that anybody can prepare;
     # and by its key it takes old for new where an operator of ours has changed.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import functools
 import json
 import math
 import random
@@ -1592,6 +1593,30 @@ def test_the_generators_activations_are_gone_before_the_discriminator_begins(
         trainer.train_step()
         assert len(alive) == 1
     assert left == [1, 0]
+
+
+def test_steps_that_are_large_come_to_the_gpu_in_small_numbers() -> None:
+    sizes = (128 * 128, 2**18, 2**21, 2**23, 2**26)
+    assert [loop.steps_ahead(tokens) for tokens in sizes] == [32, 32, 4, 1, 1]
+
+
+def test_a_rehearsal_has_the_next_batches_beside_what_a_step_keeps(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come before the step and, as in training, once more behind it."""
+    objective = build_objective(micro, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+    here = runtime()
+    trainer = loop.Trainer(objective, Batches(corpus.train, micro, here), micro, here)
+    order: list[str] = []
+
+    def told(name: str, real: Callable[..., None], *given: Any) -> None:
+        order.append(name)
+        real(*given)
+
+    for name in ("load_block", "train_step"):
+        monkeypatch.setattr(trainer, name, functools.partial(told, name, getattr(trainer, name)))
+    assert trainer.fits(lambda: order.append("glance"))
+    assert order == ["load_block", "train_step", "load_block", "glance"]
 
 
 def test_blocks_of_any_size_hold_the_same_batches(micro: PretrainConfig, corpus: Corpus) -> None:
