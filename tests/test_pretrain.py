@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import functools
+import itertools
 import json
 import math
 import random
@@ -27,9 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from electra import optim as optimizer
 from electra import pretrain as loop
 from electra import rundir
+from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.checkpoint import load_newest
-from electra.config import PretrainConfig, from_dict, to_dict
+from electra.config import PretrainConfig, RunConfig, from_dict, to_dict
 from electra.corpus import Corpus, prepare
 from electra.errors import CorruptError, ElectraError, NumericError, Stopped
 from electra.evaluate import (
@@ -1593,6 +1594,27 @@ def test_the_generators_activations_are_gone_before_the_discriminator_begins(
         trainer.train_step()
         assert len(alive) == 1
     assert left == [1, 0]
+
+
+def test_a_deterministic_run_lets_the_compiler_time_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would choose the order of a sum by what was faster in this process."""
+    from torch._inductor import config as compiler
+
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(compiler, "deterministic", False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    run = RunConfig(device="cpu", threads=1, compile="yes")
+    runtimes.start(run)
+    assert not compiler.deterministic
+    try:
+        runtimes.start(replace(run, deterministic=True))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert compiler.deterministic
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_steps_that_are_large_come_to_the_gpu_in_small_numbers() -> None:
