@@ -211,11 +211,6 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     if not wants_cuda:
         _keep_freed_memory()
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
-    if compiled and config.deterministic:
-        from torch._inductor import config as compiler
-
-        # It would time several ways to sum on the device, and take another one another time.
-        compiler.deterministic = True
     # torch unpickles what it compiled before, by default from a folder that anybody can prepare;
     # and by its key it takes old for new where an operator of ours has changed.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
