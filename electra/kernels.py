@@ -592,8 +592,8 @@ def product_gelu(
     pre, act = x.new_empty(N, F), x.new_empty(N, F)
     kernel, tile, inner = _feed_tile(config, D, F)
     rows, columns = tile.values()
-    tall, wide = triton.cdiv(N, rows), triton.cdiv(F, columns)
-    beside, steps = _strips(F, columns, min(wide, triton.cdiv(kernel.pop("PROGRAMS"), tall)))
+    tall = triton.cdiv(N, rows)
+    beside, steps = _strips(F, columns, triton.cdiv(kernel.pop("PROGRAMS"), tall))
     tiles = ((x, rows, inner), (w, columns, inner), (pre, rows, columns), (act, rows, columns))
     _product_gelu[(beside, tall)](
         *(TensorDescriptor.from_tensor(t, list(size)) for t, *size in tiles),
