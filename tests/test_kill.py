@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import random
 import shutil
@@ -80,11 +81,14 @@ def lines(out: Path) -> int:
     return 0
 
 
-def wait_for_lines(process: subprocess.Popen[bytes], out: Path, more: int) -> None:
-    """Until the running process has written `more` lines of metrics, or has ended."""
+def wait_for_lines(
+    process: subprocess.Popen[bytes], out: Path, more: int, seconds: float = math.inf
+) -> None:
+    """Until the running process has written `more` lines of metrics, or has ended, or so long."""
+    end = time.monotonic() + seconds
     before = lines(out)
     lowest = before  # a resumed run first cuts off what it will do again
-    while process.poll() is None:
+    while process.poll() is None and time.monotonic() < end:
         now = lines(out)
         lowest = min(lowest, now)
         if now >= lowest + more and now != before:
@@ -125,9 +129,8 @@ def test_twenty_kills_at_random_moments_change_nothing(
             killed_in_save += 1
         else:
             process = start(corpus, out)
-            if kill % 5 == 4:  # some before there is anything to lose
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(draw.uniform(0.0, 2.0))
+            if kill % 5 == 4:  # some before there is anything to lose; a fast one is not let go on
+                wait_for_lines(process, out, 9, draw.uniform(0.0, 2.0))
             else:
                 wait_for_lines(process, out, draw.randint(1, 9))
             process.kill()
