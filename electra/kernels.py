@@ -953,19 +953,22 @@ def _weights_backward(
     left += tl.minimum(part, down) * D
     column = tl.arange(0, D)
     total = tl.zeros((D, D), tl.float32)
-    along = tl.zeros((ROWS, D), tl.float32)
+    # Sums of columns are a product with ones. Were `a` also read into registers, the compiler
+    # (Triton 3.6) would let the copy for a later step overwrite it while the product still reads it.
+    ones = tl.full((ROWS, 16), 1.0, x.dtype.element_ty)
+    along = tl.zeros((D, 16), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         token = (step * tl.num_programs(1) + tl.program_id(1)) * ROWS + tl.arange(0, ROWS)
         ok = token[:, None] < N
         token = token.to(tl.int64)[:, None]
         a = tl.load(left + token * (5 * D + F) + column[None, :], ok, 0.0)
         b = tl.load(x + token * row + column[None, :], ok, 0.0)
-        along += a.to(tl.float32)
+        along = tl.dot(tl.trans(a), ones, along, input_precision=PRECISION)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     partial += tl.program_id(1).to(tl.int64) * (to_w2 + D * (F + 5))
     tl.store(partial + weight + column[:, None] * width + column[None, :], total)
     if part <= down:
-        tl.store(partial + bias + column, tl.sum(along, 0))
+        tl.store(partial + bias + column, tl.max(along, 1))  # 16 equal ones
     if part < 4:
         share = tl.program_id(1) * SHARE + tl.arange(0, SHARE)[:, None]
         norm = tl.load(norms + share * (4 * D) + part * D + column[None, :], share < P, 0.0)
