@@ -146,8 +146,8 @@ def proposal_logits(
     if isinstance(temperature, Tensor) or temperature != 1.0:
         logits = logits / temperature
     if disallow_correct:
-        penalty = torch.full_like(original, -1000.0, dtype=logits.dtype)
-        logits = logits.scatter_add(-1, original.unsqueeze(-1), penalty.unsqueeze(-1))
+        token = torch.arange(logits.shape[-1], device=logits.device)
+        logits = torch.where(token == original.unsqueeze(-1), logits - 1000.0, logits)
     return logits
 
 
@@ -165,14 +165,27 @@ def sample(logits: Tensor, u: Tensor) -> Tensor:
     z = logits - logits.amax(-1, keepdim=True)  # (N, V)
     z = F.pad(z, (0, tiles * width - V), value=-math.inf).view(N, tiles, width)
     mass = z.exp().sum(-1)  # (N, tiles)
-    tile_mass = mass.cumsum(-1)
+    tile_mass = _running_sum(mass)
     target = u[:, None] * tile_mass[:, -1:]  # (N, 1)
     # Rounding can put u behind the last token that has any mass: stay on tokens that do.
     tile = _pick(tile_mass, mass > 0, target)  # (N, 1)
     before = torch.where(tile > 0, tile_mass.gather(1, (tile - 1).clamp(min=0)), 0.0)
     inside = z.gather(1, tile[:, :, None].expand(-1, -1, width)).squeeze(1).exp()  # (N, width)
-    token = _pick(inside.cumsum(-1), inside > 0, target - before)
+    token = _pick(_running_sum(inside), inside > 0, target - before)
     return (tile * width + token).squeeze(1)
+
+
+def _running_sum(x: Tensor) -> Tensor:
+    """Along the last axis. On a GPU torch takes it for undetermined, which it is for a single long
+    row only: many short ones are summed by a block of threads each, in one order."""
+    strict = x.is_cuda and torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling() or not strict:
+        return x.cumsum(-1)
+    torch.use_deterministic_algorithms(False)
+    try:
+        return x.cumsum(-1)
+    finally:
+        torch.use_deterministic_algorithms(True)
 
 
 def _pick(mass: Tensor, has_mass: Tensor, target: Tensor) -> Tensor:

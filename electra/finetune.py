@@ -608,6 +608,7 @@ def _memory_errors(config: FinetuneConfig, at_once: int) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
+        runtimes.refuse_undetermined(error)
         if not runtimes.is_out_of_memory(error):
             raise
         what, where = (

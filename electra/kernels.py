@@ -954,7 +954,7 @@ def _weights_backward(
     column = tl.arange(0, D)
     total = tl.zeros((D, D), tl.float32)
     # Sums of columns are a product with ones. Were `a` also read into registers, the compiler
-    # (Triton 3.6) would let the copy for a later step overwrite it while the product still reads it.
+    # (Triton 3.6) would let a later step's copy overwrite it while the product still reads it.
     ones = tl.full((ROWS, 16), 1.0, x.dtype.element_ty)
     along = tl.zeros((D, 16), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):

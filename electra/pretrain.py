@@ -62,7 +62,7 @@ from .rundir import (
     was_evaluated,
 )
 from .runlog import RunLog, draw_curves
-from .runtime import Runtime, is_out_of_memory, usable_memory
+from .runtime import Runtime, is_out_of_memory, refuse_undetermined, usable_memory
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 _SPARE = 0.02  # of the memory a process may use, left by a micro-batch found by trying
@@ -811,6 +811,7 @@ def _memory_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
+        refuse_undetermined(error)
         if not is_out_of_memory(error):
             raise
         if (at_work := trainer()) is None:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -134,6 +135,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def refuse_undetermined(error: RuntimeError) -> None:
+    """An operator that torch does not run in deterministic mode becomes an error for people."""
+    if found := re.match(r"(\S+) does not have a deterministic implementation", str(error)):
+        raise ElectraError(
+            f"{found[1]} gives other bits from run to run on this device, and deterministic mode "
+            "does not let it.",
+            where="deterministic",
+            fix="leave deterministic mode off, or compile (the default on a GPU), which replaces "
+            "some operators by others",
+        ) from error
+
+
 def roll_call(store: Any, question: str, world: int, patience: timedelta) -> dict[int, str | None]:
     """What each process left at electra/`question`, None where nothing came in time."""
     answers: dict[int, str | None] = {}
@@ -194,8 +207,8 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         store.set_timeout(_GRACE)  # it may live in the process that froze
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Sums along rows of a batch have no deterministic flag on a GPU, but no race either.
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # With warnings alone torch's attention would go on adding up its gradients in any order.
+        torch.use_deterministic_algorithms(True)
         # Memory need not be filled before it is written: that shows mistakes, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     precision = config.precision

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from electra import corruption
 from electra.config import (
     DataConfig,
     EncoderConfig,
@@ -370,6 +371,21 @@ def test_the_ends_of_the_unit_interval_are_the_first_and_the_last_token(vocab: i
     logits = torch.zeros(1, vocab)
     assert int(sample(logits, torch.tensor([0.0]))) == 0
     assert int(sample(logits, torch.tensor([1 - 2.0**-24]))) == vocab - 1
+
+
+def test_running_sums_are_let_pass_in_deterministic_mode_on_a_gpu() -> None:
+    class OnGpu:
+        is_cuda = True
+
+        def cumsum(self, axis: int) -> tuple[int, bool]:
+            return axis, torch.are_deterministic_algorithms_enabled()
+
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert corruption._running_sum(OnGpu()) == (-1, False)  # pyright: ignore
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_tokens_are_sampled_as_often_as_their_probability_says() -> None:

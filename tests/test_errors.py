@@ -350,6 +350,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("pretrain", "no sequence fits in the memory"): lambda p: p.pretrain(
         *("--corpus", p.made.corpus, "--data.micro-batch", "auto"),
     ),
+    ("pretrain", "deterministic mode has no way to do an operator"): lambda p: p.pretrain(
+        *("--corpus", p.made.corpus),
+    ),
     # export
     ("export", "it is no run"): lambda p: ["export", p.here, "--out", p.out],
     ("export", "no checkpoint is intact"): lambda p: ["export", damaged_run(p), "--out", p.out],
@@ -412,6 +415,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ),
     ("finetune", "it is started as several processes"): lambda p: p.finetune(p.made.table),
     ("finetune", "a batch is larger than the memory"): lambda p: p.finetune(p.made.table),
+    ("finetune", "deterministic mode has no way to do an operator"): lambda p: p.finetune(
+        p.made.table
+    ),
     ("finetune", "the run has other settings"): tuned_otherwise,
     # glue
     ("glue", "there is no task"): lambda p: [
@@ -533,6 +539,16 @@ def without_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+def undetermined(*_: Any) -> None:
+    """What torch itself says of an operator that it cannot do so."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.empty(4).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
 @pytest.mark.parametrize("case", CASES, ids=" - ".join)
 def test_a_mistake_is_answered_as_the_page_says(
     case: tuple[str, str],
@@ -544,6 +560,9 @@ def test_a_mistake_is_answered_as_the_page_says(
     if "memory" in case[1]:  # a model that is too large does not even come to its first step
         monkeypatch.setattr(Trainer, "train_step", without_memory)
         monkeypatch.setattr(finetune.Trainer, "train_step", without_memory)
+    if "deterministic" in case[1]:
+        monkeypatch.setattr(Trainer, "train_step", undetermined)
+        monkeypatch.setattr(finetune.Trainer, "train_step", undetermined)
     if "as several processes" in case[1]:
         monkeypatch.setenv("WORLD_SIZE", "2")
     if "GPU" in case[1] and torch.cuda.is_available():

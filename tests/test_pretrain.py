@@ -1604,6 +1604,7 @@ def test_a_deterministic_run_does_not_fill_memory_before_it_is_written(
     try:
         runtimes.start(RunConfig(device="cpu", threads=1, deterministic=True))
         assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.empty(2**16).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
