@@ -132,7 +132,8 @@ class Saver:
         _short_turns.begin()
         try:
             if ready is not None:
-                with torch.cuda.stream(torch.cuda.Stream()):  # beside the training, not behind it
+                device = next(b.device for b in copies.values() if b.is_cuda)
+                with torch.cuda.stream(torch.cuda.Stream(device)):  # beside the training
                     ready.synchronize()
                     copies = {place: _to_host(b, self._stage) for place, b in copies.items()}
 

@@ -119,6 +119,7 @@ class Adam:
         groups = len(factors) + len(self._matrices)
         many = device.type == "cuda" and groups > 2
         self._streams = [torch.cuda.Stream(device) for _ in range(groups)] if many else []
+        self._at_work: list[torch.cuda.Stream] = []
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
         self.worst_in_a_row = torch.zeros_like(self.bad_steps)  # since it was last looked at
@@ -337,8 +338,8 @@ class Adam:
             with self._beside(i):
                 rate = lr * (factor * c.muon_rate / c.learning_rate)
                 self._muon(ps, gs, ms, rate, divisor, skip)
-        for stream in self._streams:
-            torch.cuda.current_stream().wait_stream(stream)
+        while self._at_work:  # a share of the parameters has no part in some groups
+            torch.cuda.current_stream().wait_stream(self._at_work.pop())
 
     def judge_norm(self, found: Tensor, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
         """What the norm means for the step, and count it if it is bad.
@@ -407,6 +408,7 @@ class Adam:
         if not self._streams:
             return contextlib.nullcontext()
         self._streams[group].wait_stream(torch.cuda.current_stream())
+        self._at_work.append(self._streams[group])
         return torch.cuda.stream(self._streams[group])
 
     def _refresh(self) -> None:
