@@ -1356,21 +1356,25 @@ def test_a_compiled_step_tries_each_size_anew(
     config = with_run(micro, train_steps=2, compile="yes", eval_every=9)
     config = changed(config, "data.batch_size", batch)
     pretrain(changed(config, "data.micro_batch", 2), corpus, tmp_path / "hand", quiet=True)
-    add, tried = loop.Meter.add_losses, list[int]()
-    block_batch = loop.Block.batch
+    block_batch, tried = loop.Block.batch, list[int]()
 
     def batch_of(self: loop.Block, slot: Tensor, rows: slice, config: PretrainConfig) -> Batch:
         if rows.stop is not None:  # else it is an evaluation
             tried.append(rows.stop - rows.start)
         return block_batch(self, slot, rows, config)
 
-    def add_losses(self: loop.Meter, losses: Losses) -> None:
-        add(self, losses)
-        if tried[-1] > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+    def short_of_memory(work: Callable[..., None]) -> Callable[..., None]:
+        def tried_at_last(*args: Any, **kwargs: Any) -> None:
+            if tried[-1] > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            work(*args, **kwargs)
+
+        return tried_at_last
 
     monkeypatch.setattr(loop.Block, "batch", batch_of)
-    monkeypatch.setattr(loop.Meter, "add_losses", add_losses)
+    for name in ("accumulate", "finish"):  # neither is compiled: each would be for each length
+        work = short_of_memory(getattr(loop.Adam, name))
+        monkeypatch.setattr(loop.Adam, name, work)
     pretrain(changed(config, "data.micro_batch", "auto"), corpus, tmp_path / "auto", quiet=True)
     assert tried[: len(sizes) + 1] == [*sizes, 2]
     assert found(tmp_path / "auto") == {"joint": 2}
