@@ -720,7 +720,9 @@ def r7(work: Path, scale: float) -> Seen:
             counts["fell back"] += 1
         aside = directory / f"damaged-{newest.name}"
         counts["kept"] += aside.is_dir() and test_corpus.content(aside) == damaged
-    return Seen(len(set(counts.values())) == 1, numbers(counts), dict(counts))
+    whats = ("damaged", "noticed", "fell back", "kept")
+    holds = all(counts[what] == many(300, scale) for what in whats)
+    return Seen(holds, numbers(counts), dict(counts))
 
 
 def numbers(counts: Counter[str]) -> str:
@@ -911,7 +913,8 @@ def r17(work: Path, scale: float) -> Seen:
     text_ += f"{'equal' if same else 'DIFFERENT'}; {tune_kills} kills of finetune: every file "
     text_ += f"{'equal' if one == two else 'DIFFERENT'}"
     holds = counts["equal"] == counts["prepared"] and same and one == two and not left
-    return Seen(holds, text_, found)
+    enough = 2 * tune_kills >= many(10, scale)  # the others came after its end
+    return Seen(holds and enough, text_, found)
 
 
 def train_on(work: Path) -> Tokenizer:
@@ -1183,16 +1186,22 @@ def tested(*names: str) -> Callable[[Path, float], Seen]:
         found: dict[str, Any] = {**results, "tests": dict(counts)}
         inputs = Counter[str]()  # what tests tell of themselves
         measured: dict[str, dict[str, float]] = {what: {} for what in MEASURED}
+        counted: dict[str, str] = {}
         for case in cases:
             kind = case.attrib["name"].partition("[")[2].rstrip("]")
             for told in case.iter("property"):
-                if told.attrib["name"] == "inputs":
+                if told.attrib["name"] == "counted":
+                    counted[case.attrib["name"]] = told.attrib["value"]
+                elif told.attrib["name"] == "inputs":
                     inputs[kind.partition("-")[0]] += int(told.attrib["value"])
                 elif told.attrib["name"] in measured:
                     measured[told.attrib["name"]][kind] = float(told.attrib["value"])
         if code:
             found["told"] = (work / "log").read_text(errors="replace")[-2000:]
         text = f"{results['passed']} of {len(cases)} tests passed"
+        if counted:
+            found["counted"] = counted
+            text += ": " + ", ".join(counted.values())
         for what, each in measured.items():
             if each:
                 found[what] = each

@@ -300,6 +300,9 @@ def test_a_signal_at_any_moment_costs_no_step(
     stopped = [run for run in runs if run["code"] == 75]
     slowest = max(run["seconds"] for run in stopped)
     request.node.user_properties.append(("seconds from signal to end", f"{slowest:.2f}"))
+    lost = sum(run["logged"] - run["saved"] for run in stopped)
+    told = f"{len(stopped)} of {moments} ended with code 75, {lost} steps lost"
+    request.node.user_properties.append(("counted", told))
     assert len(stopped) == moments >= 0.7 * len(runs)  # the others were complete before it came
     for i, run in enumerate(runs):
         assert run["code"] == 75 or (run["code"], run["saved"]) == (0, STEPS), (i, run)
@@ -420,7 +423,7 @@ for i in range(moments):
 
 @pytest.mark.parametrize("moments", [6, pytest.param(24, marks=pytest.mark.long)])
 def test_a_signal_to_prepare_at_any_moment_costs_no_full_shard(
-    tokenizer_dir: Path, tmp_path: Path, moments: int
+    tokenizer_dir: Path, tmp_path: Path, moments: int, request: pytest.FixtureRequest
 ) -> None:
     text, out = make_text(tmp_path / "text", documents=80 * moments), tmp_path / "stopped"
     flags = ["prepare", "--input", str(text), "--tokenizer", str(tokenizer_dir), "--length", "32"]
@@ -439,6 +442,9 @@ def test_a_signal_to_prepare_at_any_moment_costs_no_full_shard(
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     runs = prepared(out, moments)
+    stops = sum(run["code"] == 75 for run in runs)
+    told = f"{stops} of {moments} ended with code 75"
+    request.node.user_properties.append(("counted", told))
     assert [run["code"] for run in runs] == [75] * moments
     kept = [run["shards"] for run in runs]
     assert kept == sorted(kept)

@@ -847,7 +847,11 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_good_weights(
 
 
 def test_fifty_broken_losses_and_gradients_never_reach_the_weights(
-    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     steps = 150
     draw = random.Random(12)
@@ -872,8 +876,9 @@ def test_fifty_broken_losses_and_gradients_never_reach_the_weights(
         after = [self.optimizer.master, self.optimizer.m, self.optimizer.v]
         same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert same == (now[0] in bad), now[0]
+        untouched[0] += same
 
-    now = [0]
+    now, untouched = [0], [0]
     monkeypatch.setattr(torch.autograd, "grad", broken_grad)
     monkeypatch.setattr(loop.Trainer, "step", compared)
     config = with_run(micro, train_steps=steps, max_bad_steps=50, save_every=9, eval_every=steps)
@@ -883,6 +888,8 @@ def test_fifty_broken_losses_and_gradients_never_reach_the_weights(
             assert torch.isfinite(tensor).all(), (path, name)
     told = [m["step"] - 1 for m in metrics(tmp_path) if "left out" in m.get("warning", "")]
     assert told == sorted(bad)
+    counted = f"{untouched[0]} of {len(bad)} left weights and moments untouched"
+    request.node.user_properties.append(("counted", counted))
     assert [m["bad_steps"] for m in metrics(tmp_path) if m["kind"] == "train"][-1] == 50
 
 

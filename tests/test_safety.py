@@ -89,8 +89,10 @@ def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
 # ---------------------------------------------------------------------- no room
 
 
-def test_the_checkpoint_before_survives_fifty_saves_without_room(tmp_path: Path) -> None:
-    draw = random.Random(8)
+def test_the_checkpoint_before_survives_fifty_saves_without_room(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    draw, survived = random.Random(8), 0
     saver = Saver(tmp_path, keep=1)
     saver.save(4, tensors(4), {"seconds": 4 / 3})
     saver.wait()
@@ -105,7 +107,9 @@ def test_the_checkpoint_before_survives_fifty_saves_without_room(tmp_path: Path)
         assert f"{size_of(tensors(step)):,} are needed" in caught.value.what
         assert "bytes are free" in caught.value.what
         assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
-    assert_is(load_newest(tmp_path), 4)
+        assert_is(load_newest(tmp_path), 4)
+        survived += 1
+    request.node.user_properties.append(("counted", f"{survived} of 50 saves without room"))
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(50, marks=pytest.mark.long)])
@@ -115,12 +119,13 @@ def test_full_disks_cost_no_checkpoint(
     small_disk: Path,
     monkeypatch: pytest.MonkeyPatch,
     times: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The disk fills up to a random degree at a random step; with room again the run goes on."""
     draw = random.Random(50)
     out = small_disk / "run"
     config = with_run(micro, train_steps=10**6, save_every=2, log_every=5, eval_every=10**6)
-    newest = 0
+    newest = survived = 0
     for _ in range(times):
         with monkeypatch.context() as patch:
             at = newest + draw.randint(3, 8)
@@ -134,6 +139,8 @@ def test_full_disks_cost_no_checkpoint(
         newest = saved.step
         assert not list(out.rglob(".tmp-*"))
         (small_disk / "ballast").unlink()
+        survived += 1
+    request.node.user_properties.append(("counted", f"{survived} of {times} full disks"))
 
 
 def test_a_full_disk_ends_the_run_and_room_lets_it_go_on(
@@ -533,12 +540,19 @@ def test_a_place_that_can_be_written_stays_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "words"), [("a file", "Cannot write"), ("in use", "Another process")]
+    ("name", "way", "words"),
+    [
+        *((name, "a file", "Cannot write") for name in COMMANDS),
+        ("pretrain", "in use", "Another process"),
+    ],
 )
-def test_refusing_a_place_takes_no_heavy_import(tmp_path: Path, way: str, words: str) -> None:
+def test_refusing_a_place_takes_no_heavy_import(
+    tmp_path: Path, name: str, way: str, words: str
+) -> None:
     """Which is what takes seconds; the rest is less than one of a processor's."""
     out = tmp_path / "out"
-    argv = ["pretrain", "tiny", "--corpus", "/none", "--out", str(out)]
+    written = out / "answers.csv" if name in ("predict", "embed") else out
+    argv = [name, *COMMANDS[name], "--out", str(written)]
     code = f"import sys; from electra import cli; print(cli.run({argv!r}), 'torch' in sys.modules)"
     if way == "a file":
         out.touch()
