@@ -1079,6 +1079,8 @@ def test_files_are_named_by_plain_names_only(
     assert "to do:" in told
     assert "Traceback" not in told
     assert "checksum" not in told  # all are right; it is the name
+    if kind in ("shard", "tokenizer", "notes", "arrow") and name not in ("nul", "endless", "none"):
+        assert "plain file name" in told  # nor what the file holds
 
 
 # ---------------------------------------------------------------------- bombs and endless text
