@@ -12,6 +12,8 @@
 |               | the run that the same number by hand gives; another start takes it without tries |
 | price         | saves cost at most 2 % of the time, and each holds up training less than a step, |
 |               | on the clock of the GPU: the next step ends that much later than without a save  |
+| check         | asking of every step whether it is finite costs at most 2 % of its time: steps   |
+|               | with and without the question, interleaved                                       |
 
 Runs are `electra pretrain` in processes of their own. The record is reliability_gpu.json. Without
 a GPU the same entries run on the processor, `memory` and `auto` excepted.
@@ -38,7 +40,9 @@ import torch
 import tyro
 
 from electra import runtime as runtimes
-from electra.config import RunConfig
+from electra.config import PretrainConfig, RunConfig, from_dict, to_dict
+from electra.corpus import Corpus
+from electra.recipes import recipe
 from electra.runlog import read_metrics
 
 
@@ -57,7 +61,7 @@ class Arguments:
     """Runs without a kill in `default`, which tell the spread."""
     again: int = 3
     """Runs killed once in `default`."""
-    only: tuple[str, ...] = ("deterministic", "default", "memory", "auto", "price")
+    only: tuple[str, ...] = ("deterministic", "default", "memory", "auto", "price", "check")
 
 
 def main() -> None:
@@ -69,6 +73,7 @@ def main() -> None:
         "memory": memory,
         "auto": auto,
         "price": price,
+        "check": check,
     }
     record: dict[str, Any] = {"environment": runtimes.start(RunConfig()).describe()}
     for name in a.only:
@@ -230,12 +235,17 @@ def auto(a: Arguments) -> dict[str, Any]:
     }
 
 
+def without_dropout(a: Arguments) -> dict[str, Any]:
+    settings = to_dict(recipe(a.recipe))
+    settings["encoder"] |= {"init": "local", "dropout": 0.0, "attention_dropout": 0.0}
+    settings["optim"]["warmup_percent"] = 10.0
+    settings["data"]["batch_size"] = a.batch
+    return settings
+
+
 def price(a: Arguments) -> dict[str, Any]:
     """The same steps with and without saves, and how much later the steps after a save end."""
     from electra import checkpoint, pretrain
-    from electra.config import PretrainConfig, from_dict, to_dict
-    from electra.corpus import Corpus
-    from electra.recipes import recipe
 
     held: list[float] = []
     ends: list[Any] = []
@@ -255,11 +265,7 @@ def price(a: Arguments) -> dict[str, Any]:
 
     checkpoint.Saver.save = timed_save  # type: ignore[method-assign]
     pretrain.Trainer.step = timed_step  # type: ignore[method-assign]
-    corpus = Corpus.open(a.corpus)
-    settings = to_dict(recipe(a.recipe))
-    settings["encoder"] |= {"init": "local", "dropout": 0.0, "attention_dropout": 0.0}
-    settings["optim"]["warmup_percent"] = 10.0
-    settings["data"]["batch_size"] = a.batch
+    corpus, settings = Corpus.open(a.corpus), without_dropout(a)
     settings["run"] |= {"train_steps": a.price_steps, "eval_every": a.price_steps}
     every = settings["run"]["save_every"]  # as users have it: each save ends before the next
     took: dict[str, list[float]] = {}  # seconds of each step but the first
@@ -287,6 +293,53 @@ def price(a: Arguments) -> dict[str, Any]:
         "next_step_later_in_steps": [later[s - 1] / median for s in saves],
         "next_50_steps_later_in_steps": [sum(later[s - 1 : s + 49]) / median for s in saves],
         "call_in_steps": [h / median for h in held[:-1]],
+    }
+
+
+def check(a: Arguments, rounds: int = 7) -> dict[str, Any]:
+    """What else is asked of the norm, the clip, is asked in both ways."""
+    from electra.batches import Batches
+    from electra.objectives import SpecialIds, build_objective
+    from electra.optim import Adam
+    from electra.pretrain import Trainer
+
+    def unasked(self: Any, found: torch.Tensor, lr: Any, step: Any) -> tuple[Any, ...]:
+        norm = found if found.dim() == 0 else found.sum().sqrt()
+        divisor = norm.clamp(min=self.config.max_grad_norm) / self.config.max_grad_norm
+        return norm, divisor, torch.zeros_like(norm), (step + 1).float(), lr * self._factors
+
+    corpus, here = Corpus.open(a.corpus), runtimes.start(RunConfig())
+    settings = without_dropout(a)
+    settings["data"]["sequence_length"] = corpus.sequence_length
+    settings["encoder"]["max_positions"] = max(512, corpus.sequence_length)
+    config = from_dict(PretrainConfig, settings, where="check")
+    on_gpu, judge = here.device.type == "cuda", Adam.judge_norm
+    trainers: dict[str, Trainer] = {}
+    for name, way in (("asked", judge), ("not asked", unasked)):
+        Adam.judge_norm = way  # type: ignore[method-assign]
+        special, batches = SpecialIds(**corpus.special_ids), Batches(corpus.train, config, here)
+        objective = build_objective(config, corpus.vocab_size, special, padded=batches.padded)
+        trainers[name] = Trainer(objective.to(here.device), batches, config, here)
+        trainers[name].record()
+    seconds: dict[str, list[float]] = {name: [] for name in trainers}
+    for number in range(rounds + 1):  # the first one warms up
+        for name, trainer in trainers.items():
+            Adam.judge_norm = judge if name == "asked" else unasked  # type: ignore[method-assign]
+            begin, steps = time.perf_counter(), 4 * trainer.block_steps
+            for _ in range(steps):
+                if trainer.needs_block:
+                    trainer.load_block(int(trainer.counter), [1e-4] * trainer.block_steps)
+                trainer.step()
+            if on_gpu:
+                torch.cuda.synchronize()
+            if number:
+                seconds[name].append((time.perf_counter() - begin) / steps)
+    Adam.judge_norm = judge  # type: ignore[method-assign]
+    pairs = zip(seconds["asked"], seconds["not asked"], strict=True)
+    return {
+        "seconds_of_a_step": {name: statistics.median(all_) for name, all_ in seconds.items()},
+        "cost_median": statistics.median(x / y - 1 for x, y in pairs),
+        "rounds": seconds,
     }
 
 
