@@ -321,10 +321,10 @@ def check(a: Arguments, rounds: int = 7) -> dict[str, Any]:
         objective = build_objective(config, corpus.vocab_size, special, padded=batches.padded)
         trainers[name] = Trainer(objective.to(here.device), batches, config, here)
         trainers[name].record()
+    Adam.judge_norm = judge  # type: ignore[method-assign]
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for number in range(rounds + 1):  # the first one warms up
         for name, trainer in trainers.items():
-            Adam.judge_norm = judge if name == "asked" else unasked  # type: ignore[method-assign]
             begin, steps = time.perf_counter(), 4 * trainer.block_steps
             for _ in range(steps):
                 if trainer.needs_block:
@@ -334,7 +334,6 @@ def check(a: Arguments, rounds: int = 7) -> dict[str, Any]:
                 torch.cuda.synchronize()
             if number:
                 seconds[name].append((time.perf_counter() - begin) / steps)
-    Adam.judge_norm = judge  # type: ignore[method-assign]
     pairs = zip(seconds["asked"], seconds["not asked"], strict=True)
     return {
         "seconds_of_a_step": {name: statistics.median(all_) for name, all_ in seconds.items()},

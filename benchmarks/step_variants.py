@@ -39,7 +39,7 @@ from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.flops import matmul_flops_per_token
 from electra.objectives import SpecialIds, build_objective
-from electra.pretrain import Meter, Trainer, _memory_errors
+from electra.pretrain import Meter, Trainer, _device_errors
 from electra.recipes import recipe
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -240,7 +240,7 @@ def timed(
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    with _memory_errors(lambda: trainer):
+    with _device_errors(lambda: trainer):
         trainer.record()
         steps(first)
     sums = dict(zip(Meter.FIELDS, trainer.meter.sums.tolist(), strict=True))

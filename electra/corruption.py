@@ -181,11 +181,12 @@ def _running_sum(x: Tensor) -> Tensor:
     strict = x.is_cuda and torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling() or not strict:
         return x.cumsum(-1)
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
         return x.cumsum(-1)
     finally:
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def _pick(mass: Tensor, has_mass: Tensor, target: Tensor) -> Tensor:

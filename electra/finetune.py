@@ -496,7 +496,7 @@ def finetune(
             try:
                 at_once = min(len(left), config.at_once or _AT_ONCE)
                 at_once = at_once if runtime.device.type == "cuda" else 1
-                with _memory_errors(config, at_once):
+                with _device_errors(config, at_once):
                     done |= _train_seeds(run, left, at_once, log, stop)
             finally:
                 log.close()
@@ -603,8 +603,9 @@ class _Run:
 
 
 @contextlib.contextmanager
-def _memory_errors(config: FinetuneConfig, at_once: int) -> Generator[None]:
-    """A device without room becomes an error that names what takes less of it."""
+def _device_errors(config: FinetuneConfig, at_once: int) -> Generator[None]:
+    """A device without room becomes an error that names what takes less of it; one that cannot do
+    an operator in deterministic mode, an error that names it."""
     try:
         yield
     except RuntimeError as error:

@@ -125,7 +125,7 @@ def _train(
     run = config.run
     special = SpecialIds(**corpus.special_ids)
     counts = token_counts(corpus.train, tuple(special), corpus.vocab_size)
-    with _memory_errors(lambda: None):
+    with _device_errors(lambda: None):
         batches = Batches(corpus.train, config, runtime)
         objective = build_objective(
             config,
@@ -145,7 +145,7 @@ def _train(
     first_step, switch = saved.step if saved else 0, config.switch_step
     if switch is not None:
         objective.stage = "generator" if first_step <= switch else "discriminator"
-    with _memory_errors(lambda: None):
+    with _device_errors(lambda: None):
         trainer = Trainer(objective, batches, config, runtime)
     seconds = lap = 0.0
     if saved is not None:
@@ -262,7 +262,7 @@ def _train(
         """What comes before a trainer's first step and is no part of the budget: it is called
         where everything is saved, and may end with Stopped."""
         try:
-            with _memory_errors(lambda: trainer):
+            with _device_errors(lambda: trainer):
                 if config.data.micro_batch == "auto":
                     _find_micro_batch(trainer, out, log, step, glance, stop)
                 with _compiling(runtime, stop):
@@ -309,7 +309,7 @@ def _train(
             make_ready(step)
         if owes and progress < 1.0:
             held_out(step, progress)
-        with clock, _memory_errors(lambda: trainer):
+        with clock, _device_errors(lambda: trainer):
             while progress < 1.0:
                 if trainer.may_stop and runtime.any(stop()):
                     if step > first_step:
@@ -806,8 +806,9 @@ def _halves(size: int) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _memory_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
-    """A device without room becomes an error that names a smaller micro-batch."""
+def _device_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
+    """A device without room becomes an error that names a smaller micro-batch; one that cannot do
+    an operator in deterministic mode, an error that names it."""
     try:
         yield
     except RuntimeError as error:

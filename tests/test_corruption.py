@@ -381,9 +381,11 @@ def test_running_sums_are_let_pass_in_deterministic_mode_on_a_gpu() -> None:
             return axis, torch.are_deterministic_algorithms_enabled()
 
     try:
-        torch.use_deterministic_algorithms(True)
-        assert corruption._running_sum(OnGpu()) == (-1, False)  # pyright: ignore
-        assert torch.are_deterministic_algorithms_enabled()
+        for warns in (False, True):
+            torch.use_deterministic_algorithms(True, warn_only=warns)
+            assert corruption._running_sum(OnGpu()) == (-1, False)  # pyright: ignore
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled() == warns
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -1375,10 +1375,10 @@ def test_a_device_without_memory_is_told_what_takes_less(
     with pytest.raises(ElectraError, match="no memory left with batches of 8") as caught:
         tune(tmp_path / "run")
     assert "--batch-size" in caught.value.fix
-    with pytest.raises(ElectraError) as caught, module._memory_errors(SETTINGS, at_once):
+    with pytest.raises(ElectraError) as caught, module._device_errors(SETTINGS, at_once):
         without_memory()
     assert fix in caught.value.fix
-    with pytest.raises(RuntimeError, match="illegal"), module._memory_errors(SETTINGS, at_once):
+    with pytest.raises(RuntimeError, match="illegal"), module._device_errors(SETTINGS, at_once):
         raise RuntimeError("illegal address")
 
 

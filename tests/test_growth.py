@@ -1,6 +1,7 @@
 """benchmarks/growth.py: its tables are what they say, and its rows come from real steps.
 
-And benchmarks/start_speed.py: a start is timed until a step was made.
+And benchmarks/start_speed.py: a start is timed until a step was made. And
+benchmarks/kernel_bits.py: calls with other bits are counted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import growth
+import kernel_bits
 import pytest
 import start_speed
+import torch
 from conftest import SEQUENCE_LENGTH
 
 from electra.shards import Corpus
@@ -63,3 +66,18 @@ def test_starts_are_timed_until_the_first_step(corpus: Corpus, tmp_path: Path) -
     assert record["environment"]["torch"]
     with pytest.raises(RuntimeError, match="without a step"):
         start_speed.main(start_speed.Arguments(out=out, settings=bad, **given))
+
+
+def test_calls_with_other_bits_are_counted() -> None:
+    calls: list[int] = []
+
+    def ours(x: torch.Tensor, config: dict[str, int]) -> tuple[torch.Tensor, ...]:
+        calls.append(config["by"])
+        x += 1  # in place, as some kernels work
+        changed = x.clone()
+        changed[1, 1] = float("nan") if len(calls) == 2 else len(calls) // 3
+        return x, changed
+
+    case = kernel_bits.Case((torch.zeros(2, 3),), ours, ours, 0)
+    assert kernel_bits.repeat(case, {"by": 7}, seconds=1.0) == (3, [0, 2])
+    assert calls == [7, 7, 7]
