@@ -480,7 +480,14 @@ ENTRIES = {
         attention,
         HEADS,
         (2, 20, 2, 16),
-        [kernels.ATTENTION, *({"ROWS": r, "num_warps": w} for r, w in ((64, 4), (128, 4)))],
+        [
+            kernels.ATTENTION,
+            kernels.ATTENTION | {"PROGRAMS": 132, "STAGES": 3},
+            kernels.ATTENTION | {"PROGRAMS": 264, "STAGES": 2, "maxnreg": 128},
+            kernels.ATTENTION | {"PROGRAMS": 264, "STAGES": 2, "num_warps": 4},
+            kernels.ATTENTION | {"PROGRAMS": 264, "STAGES": 3, "maxnreg": 128},
+            kernels.ATTENTION | {"ROWS": 64, "num_warps": 4},
+        ],
     ),
     "attention and backward": Entry(
         attention_and_backward, HEADS, (2, 20, 2, 16), [kernels.ATTENTION_BACKWARD]

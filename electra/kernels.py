@@ -33,7 +33,9 @@ Config = dict[str, Any]
 MOST_TOKENS = 128  # whose attention one program holds on chip
 LOG2_E = 1.4426950408889634
 
-ATTENTION: Config = {"ROWS": 128, "num_warps": 8, "num_stages": 1}
+ATTENTION: Config = {
+    "ROWS": 128, "PROGRAMS": 10**6, "STAGES": 1, "num_warps": 8, "num_stages": 1
+}  # fmt: skip
 # Heads that are read ahead fill the memory of a multiprocessor: one program on each.
 ATTENTION_BACKWARD: Config = {"PROGRAMS": 132, "STAGES": 3, "num_warps": 8, "num_stages": 1}
 CROSS_ENTROPY: Config = {"WIDTH": 2048, "STAGES": 3, "num_warps": 4}
@@ -90,11 +92,13 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     """
     B, T, _, H, K = qkv.shape
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
-    shape = _attention_shape(qkv, mask, config)
+    shape, rows, tensors = _attention_way(qkv, mask, config, (qkv, o))
     wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
     shape["ROWS"] = min(shape["TILE"], 32 if wide else config["ROWS"])
-    grid = (B * H, triton.cdiv(T, shape["ROWS"]))
-    _attention[grid](qkv, mask, o, T, LOG2_E / math.sqrt(K), **shape)
+    if shape["ROWS"] < shape["TILE"]:
+        shape["WHOLE"], tensors = False, (qkv, o)
+    grid = (rows * H, triton.cdiv(T, shape["ROWS"]))
+    _attention[grid](*tensors, mask, B, T, LOG2_E / math.sqrt(K), **shape)
     return o
 
 
@@ -109,22 +113,33 @@ def attention_backward(
     The probabilities are computed again from qkv: nothing else of the forward pass is kept. About
     PROGRAMS programs share the heads, and read the next one while they compute.
     """
+    dqkv = torch.empty_like(qkv)
+    shape, rows, tensors = _attention_way(qkv, mask, config, (qkv, do, dqkv))
+    B, T, _, H, K = qkv.shape
+    partial = torch.empty(rows, 3 * H * K, dtype=torch.float32, device=qkv.device)
+    _attention_backward[(rows * H,)](*tensors, mask, partial, B, T, 1 / math.sqrt(K), **shape)
+    return dqkv, partial
+
+
+def _attention_way(
+    qkv: Tensor, mask: Tensor | None, config: Config, tensors: tuple[Tensor, ...]
+) -> tuple[Config, int, tuple[Any, ...]]:
+    """What a kernel is compiled for, how many programs share a head, and what it reads and writes.
+
+    By the copy engine if WHOLE. Else it would take tokens of the next sequence; and beside the
+    tiles as it lays them there is no room for the numbers of packed examples.
+    """
     B, T, _, H, K = qkv.shape
     shape = _attention_shape(qkv, mask, config)
     rows = triton.cdiv(B, triton.cdiv(B, max(1, shape.pop("PROGRAMS") // H)))
     newer = qkv.is_cuda and torch.cuda.get_device_capability(qkv.device)[0] > 9
     if newer or qkv.dtype == torch.float32:  # whose products, or operands, leave the next no room
         shape["STAGES"] = 1
-    # Else the copy engine would take tokens of the next sequence; and beside the tiles as it lays
-    # them there is no room for the numbers of packed examples.
-    shape["WHOLE"] = whole = shape["TILE"] == T and not shape["PACKED"]
-    dqkv = torch.empty_like(qkv)
-    partial = torch.empty(rows, 3 * H * K, dtype=torch.float32, device=qkv.device)
-    tensors = (qkv, do, dqkv)
-    if whole:
-        tensors = (TensorDescriptor.from_tensor(t.view(B, T, -1), [1, T, K]) for t in tensors)
-    _attention_backward[(rows * H,)](*tensors, mask, partial, B, T, 1 / math.sqrt(K), **shape)
-    return dqkv, partial
+    shape["WHOLE"] = shape["TILE"] == T and not shape["PACKED"]
+    if not shape["WHOLE"]:
+        return shape, rows, tensors
+    views = (t.view(B, T, -1) for t in tensors)
+    return shape, rows, tuple(TensorDescriptor.from_tensor(t, [1, T, K]) for t in views)
 
 
 def _attention_shape(qkv: Tensor, mask: Tensor | None, config: Config) -> Config:
@@ -169,54 +184,22 @@ def _seen(keys, mask, b, query, key, T, PACKED: tl.constexpr):
 
 
 @jit
-def _softmax(q, k, seen, scale, PRECISION: tl.constexpr):
-    """exp(q kᵀ scale − top), zero where not seen, its row sums, and top; scale is in base 2."""
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-    score = tl.where(seen, score, float("-inf"))
-    top = tl.max(score, 1)
-    top = tl.where(top == float("-inf"), 0.0, top)  # nothing is seen: zeros, not NaN
-    p = tl.exp2(score - top[:, None])
-    total = tl.sum(p, 1)
-    return p, tl.where(total == 0.0, 1.0, total), top
+def _softmax(q, k, seen, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
+    """exp(q kᵀ scale − top), zero where not seen, its row sums, and top; scale is in base 2.
 
-
-@jit
-def _attention(
-    qkv, mask, o, T, scale,
-    H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """One program: some rows of one head of one sequence."""
-    b = (tl.program_id(0) // H).to(tl.int64)
-    h = tl.program_id(0) % H
-    column = tl.arange(0, K)
-    key = tl.arange(0, TILE)
-    query = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    x = qkv + b * T * (3 * H * K) + h * K
-    q = _load_head(x, query, T, column, 3 * H * K)
-    k = _load_head(x + H * K, key, T, column, 3 * H * K)
-    v = _load_head(x + 2 * H * K, key, T, column, 3 * H * K)
-    seen = _seen(_keys_seen(mask, b, key, T, PACKED), mask, b, query, key, T, PACKED)
-    p, total, _ = _softmax(q, k, seen, scale, PRECISION)
-    a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
-    y = o + b * T * (H * K) + h * K + query[:, None] * (H * K) + column[None, :]
-    tl.store(y, a.to(o.dtype.element_ty), mask=query[:, None] < T)
-
-
-@jit
-def _shares(q, k, seen, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
-    """`_softmax` divided by its sums, in q's type. ALL: every key is seen."""
+    ALL: every key is seen.
+    """
     score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if not ALL:
         score = tl.where(seen, score, float("-inf"))
     top = tl.max(score, 1) * scale
     if not ALL:
-        top = tl.where(top == float("-inf"), 0.0, top)
+        top = tl.where(top == float("-inf"), 0.0, top)  # nothing is seen: zeros, not NaN
     p = tl.exp2(score * scale - top[:, None])
     total = tl.sum(p, 1)
     if not ALL:
         total = tl.where(total == 0.0, 1.0, total)
-    return (p * (1.0 / total)[:, None]).to(q.dtype)
+    return p, total, top
 
 
 @jit
@@ -253,6 +236,32 @@ def _put_head(x, y, b, part, token, T, ROW: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @jit
+def _attention(
+    qkv, o, mask, B, T, scale, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: some rows of one head of several sequences."""
+    h = tl.program_id(0) % H
+    first = tl.program_id(0) // H
+    key = tl.arange(0, TILE)
+    query = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    if WHOLE:
+        T = TILE
+    for i in tl.range(0, B - first, tl.num_programs(0) // H, num_stages=STAGES):
+        b = first + i
+        q = _head(qkv, b, h, query, T, K, 3 * H * K, WHOLE)
+        k = _head(qkv, b, H + h, key, T, K, 3 * H * K, WHOLE)
+        v = _head(qkv, b, 2 * H + h, key, T, K, 3 * H * K, WHOLE)
+        place = b.to(tl.int64)
+        keys = _keys_seen(mask, place, key, T, PACKED)
+        seen = _seen(keys, mask, place, query, key, T, PACKED)
+        p, total, _ = _softmax(q, k, seen, scale, WHOLE and mask is None, PRECISION)
+        a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
+        _put_head(o, a.to(v.dtype), b, h, query, T, H * K, WHOLE)
+
+
+@jit
 def _attention_backward(
     qkv, do, dqkv, mask, partial, B, T, slope, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
@@ -278,7 +287,9 @@ def _attention_backward(
         k = _head(qkv, b, H + h, token, T, K, 3 * H * K, WHOLE)
         v = _head(qkv, b, 2 * H + h, token, T, K, 3 * H * K, WHOLE)
         da = _head(do, b, h, token, T, K, H * K, WHOLE)
-        p = _shares(q, k, seen, slope * 1.4426950408889634, WHOLE and mask is None, PRECISION)
+        all_seen: tl.constexpr = WHOLE and mask is None
+        p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, all_seen, PRECISION)
+        p = (p * (1.0 / total)[:, None]).to(q.dtype)
         dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
         _put_head(dqkv, dv.to(q.dtype), b, 2 * H + h, token, T, 3 * H * K, WHOLE)
         # Shares of anything add up to 1: all values together get all of da. And what all keys have
@@ -820,7 +831,7 @@ def _layer(
     k = _linear(h, wqkv, bqkv, D, D, PRECISION).to(h.dtype)
     v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
     seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
-    p, total, top = _softmax(q, k, seen, scale, PRECISION)
+    p, total, top = _softmax(q, k, seen, scale, False, PRECISION)
     a = tl.dot(p.to(h.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     a = a.to(h.dtype)
     tl.store(lse + b * T + token, top + tl.log2(total), token < T)
