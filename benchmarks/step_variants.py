@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
     "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
+    "long": {"settings": KERNELS, "set": {"fused.LONG": True}},
     "plain": {},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},

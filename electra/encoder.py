@@ -147,7 +147,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """(B, T, D), or the first `only` of the T states; mask: (B, 1, 1 or T, T), as Encoder's."""
         c = self.config
-        if self.fused and only is None and (mask is None or mask.shape[2] == 1):
+        alike = mask is None or mask.shape[2] == 1  # what one query sees, all do
+        if self.fused and only is None and alike and fused.takes(h, mask):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
             if fused.stays_on_chip(h, c):
                 return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]

@@ -8,13 +8,17 @@ are products whose rows fit a tile with what is done to them; the others are cuB
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
 
 The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities are computed again,
-and so are h and act where they would take too much memory (`KEPT`). To the compiler both are one
-opaque call each, so that 24 blocks take no longer to compile than one. `Block` itself is the
-definition: tests hold this file against it.
+and so are h and act where they would take too much memory (`KEPT`). Attention over more than
+`LONGEST` tokens is torch's own; only the rest is ours then. To the compiler both are one opaque
+call each, so that 24 blocks take no longer to compile than one. `Block` itself is the definition:
+tests hold this file against it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ from . import kernels
 from .config import EncoderConfig, PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
+LONG = False  # whether longer sequences are taken: not measured yet
 
 # Bytes of h and act that a network keeps for the backward pass. With batch 128 all layers of
 # `small` do, in 0.5 GiB. With batch 1,024 that would be 3.7 GiB, and 13.1 in all: 8 of 12 do, which
@@ -31,10 +36,16 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 KEPT = 10 * 2**28
 
 
-def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
-    """What of a recipe these kernels do not do, on whatever device; None if they fit."""
+def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | None:
+    """What of a recipe these kernels do not do, on whatever device; None if they fit.
+
+    padded: whether some sequences of the corpus are shorter than others, alone or in shared rows.
+    """
     if config.data.sequence_length > LONGEST:
-        return f"sequences longer than {LONGEST} tokens"
+        if not LONG:
+            return f"sequences longer than {LONGEST} tokens"
+        if padded:
+            return f"padding in sequences longer than {LONGEST} tokens"
     for e in (config.encoder, config.generator_encoder):
         if e.head_size not in (16, 32, 64):
             return f"attention heads of {e.head_size}"
@@ -45,6 +56,11 @@ def unfit(config: PretrainConfig, dtype: torch.dtype) -> str | None:
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
     return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
+
+
+def takes(x: Tensor, mask: Tensor | None) -> bool:
+    """Whether `block` can: torch's attention, for longer sequences, knows no padding."""
+    return x.shape[1] <= LONGEST or mask is None
 
 
 def kept_layers(config: EncoderConfig, tokens: int) -> int:
@@ -61,17 +77,19 @@ def kept_layers(config: EncoderConfig, tokens: int) -> int:
 @torch.library.custom_op("electra::block", mutates_args=())
 def block(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float, keep: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (B, T, D), and for the backward pass qkv, o, s, h, pre, act, s' and statistics (4, B T).
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (B, T, D), and for the backward pass qkv, o, log Σ exp of the scores (B, H, T), s, h, pre,
+    act, s' and statistics (4, B T).
 
-    keep: h and act as well; else they are empty.
+    keep: h and act as well; else they are empty. So is log Σ exp up to `LONGEST` tokens.
     """
     wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
     B, T, D = x.shape
     x = x.reshape(B * T, D)
     statistics = g1.new_empty(4, B * T)
     qkv = torch.addmm(bqkv, x, wqkv.t())
-    o = kernels.attention(qkv.view(B, T, 3, heads, D // heads), mask).view(B * T, D)
+    o, lse = _attention(qkv.view(B, T, 3, heads, D // heads), mask)
+    o = o.view(B * T, D)
     h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
     if _fits_tile(h):
         pre, act = kernels.product_gelu(h, w1, b1)
@@ -80,7 +98,7 @@ def block(
         act = kernels.gelu(pre)
     y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
     h, act = (h, act) if keep else (x.new_empty(0), x.new_empty(0))
-    return y.view(B, T, D), qkv, o, s1, h, pre, act, s2, statistics
+    return y.view(B, T, D), qkv, o, lse, s1, h, pre, act, s2, statistics
 
 
 def _add_norm(
@@ -97,17 +115,78 @@ def _fits_tile(h: Tensor) -> bool:
     return h.shape[1] <= 256 and h.dtype != torch.float32
 
 
+def _attention(qkv: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """o (B, T, H K) and log Σ exp of the scores (B, H, T), empty where it is not kept."""
+    B, T, _, H, K = qkv.shape
+    if T <= LONGEST:
+        return kernels.attention(qkv, mask), qkv.new_empty(0, dtype=torch.float32)
+    assert mask is None, "torch's attention knows no padding"
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
+    if _has_flash(qkv):
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
+    else:
+        q, k, v = q.float(), k.float(), v.float()
+        score = q @ k.mT / math.sqrt(K)
+        lse = score.logsumexp(-1)
+        o = ((score - lse[..., None]).exp() @ v).to(qkv.dtype)
+    # It lies as (B, T, H, K) where q does: no copy.
+    return o.transpose(1, 2).reshape(B, T, H * K), lse
+
+
+def _attention_backward(
+    qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, do: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dqkv (B, T, 3, H, K) and partial sums of its columns, (rows, 3 H K). o, do: (B, T, H K)."""
+    B, T, _, H, K = qkv.shape
+    if T <= LONGEST:
+        return kernels.attention_backward(qkv, mask, do)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
+    o, do = (t.view(B, T, H, K).transpose(1, 2) for t in (o, do))
+    if _has_flash(qkv):
+        drawn = torch.empty(0, dtype=torch.uint64, device=qkv.device)  # for dropout: not read
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        with _repeatable():
+            grads = backward(do, q, k, v, o, lse, None, None, T, T, 0.0, False, drawn, drawn)
+    else:
+        q, k, v, o, do = (t.float() for t in (q, k, v, o, do))
+        p = (q @ k.mT / math.sqrt(K) - lse[..., None]).exp()
+        ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) / math.sqrt(K)
+        grads = [t.to(qkv.dtype) for t in (ds @ k, ds.mT @ q, p.mT @ do)]
+    dqkv = torch.stack([g.transpose(1, 2) for g in grads], 2)
+    return dqkv, dqkv.view(B * T, -1).sum(0, keepdim=True, dtype=torch.float32)
+
+
+def _has_flash(x: Tensor) -> bool:
+    """Elsewhere, in tests alone, attention is written out."""
+    return x.is_cuda and x.dtype != torch.float32
+
+
+@contextmanager
+def _repeatable() -> Generator[None]:
+    """Where a run is to be deterministic, torch's attention is so only if it may not just warn."""
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not (torch.are_deterministic_algorithms_enabled() and warns):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 @block.register_fake
 def _(
     x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float, keep: bool
 ) -> Any:
-    del mask, heads, eps
+    del mask, eps
     B, T, D = x.shape
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
     statistics = x.new_empty(4, B * T, dtype=torch.float32)
+    lse = x.new_empty((B, heads, T) if T > LONGEST else (0,), dtype=torch.float32)
     h, act = (one[2], torch.empty_like(inner)) if keep else (x.new_empty(0), x.new_empty(0))
-    return x.new_empty(B, T, D), wide, one[0], one[1], h, inner, act, one[3], statistics
+    return x.new_empty(B, T, D), wide, one[0], lse, one[1], h, inner, act, one[3], statistics
 
 
 @torch.library.custom_op("electra::block_backward", mutates_args=())
@@ -122,7 +201,7 @@ def block_backward(
     """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
     in the working type; `_backward` takes them apart."""
     wqkv, _, wo, _, w1, _, w2, _, g1, c1, g2, _ = weights
-    qkv, o, s1, h, pre, act, s2, statistics = kept
+    qkv, o, lse, s1, h, pre, act, s2, statistics = kept
     mean1, rstd1, mean2, rstd2 = statistics
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
@@ -142,7 +221,8 @@ def block_backward(
     del dpre
     dwo = ds1.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
-    dqkv, projected = kernels.attention_backward(packed, mask, (ds1 @ wo).view(B, T, D))
+    do = (ds1 @ wo).view(B, T, D)
+    dqkv, projected = _attention_backward(packed, mask, o.view(B, T, D), lse, do)
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
     dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
@@ -190,7 +270,7 @@ block.register_autograd(_backward, setup_context=_keep)
 
 
 def stays_on_chip(x: Tensor, config: EncoderConfig) -> bool:
-    one_head = config.attention_heads == 1 and config.hidden_size == 64
+    one_head = config.attention_heads == 1 and config.hidden_size == 64 and x.shape[1] <= LONGEST
     return one_head and config.ffn_size % 64 == 0 and x.dtype != torch.float32
 
 

@@ -705,7 +705,7 @@ class Trainer:
 
 def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime) -> bool:
     """Let the blocks compute with their own kernels, where that is wanted and they fit."""
-    reasons = [fused.unfit(config, runtime.dtype)]
+    reasons = [fused.unfit(config, runtime.dtype, padded=objective.padded)]
     if not kernels.available():
         reasons.append("anything without Triton")
     if runtime.device.type != "cuda":

@@ -11,13 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import runtime
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from electra import fused, kernels
 from electra.config import EncoderConfig
 from electra.corruption import lay_out, sample
 from electra.encoder import Block, Embeddings, Encoder
+from electra.errors import ElectraError
 from electra.objectives import Batch, SpecialIds, build_objective
+from electra.pretrain import _use_kernels
 from electra.randomness import StepRng
 from electra.recipes import recipe
 
@@ -477,24 +482,26 @@ def bias_of(mask: Tensor | None) -> Tensor | None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "kept"),
+    ("T", "lengths", "kept"),
     [
-        (None, 2**26),
-        ([9, 20, 1], 2**26),
-        ([9, 20, 1], 0),  # h and act are computed again
-        ([[5, 11, 4], [20, 0, 0], [1, 1, 7]], 0),
+        (20, None, 2**26),
+        (20, [9, 20, 1], 2**26),
+        (20, [9, 20, 1], 0),  # h and act are computed again
+        (20, [[5, 11, 4], [20, 0, 0], [1, 1, 7]], 0),
+        (fused.LONGEST + 2, None, 2**26),  # whose attention is not ours
+        (fused.LONGEST + 2, None, 0),
     ],
 )
 def test_a_block_of_kernels_is_the_block(
-    lengths: Sequence[Any] | None, kept: int, monkeypatch: pytest.MonkeyPatch
+    T: int, lengths: Sequence[Any] | None, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused, "KEPT", kept)
     torch.manual_seed(0)
-    block = block_of(48, 80, 3, 20)
-    h = draw(3, 20, 48).requires_grad_()
-    mask = mask_of(20, lengths)
+    block = block_of(48, 80, 3, T)
+    h = draw(3, T, 48).requires_grad_()
+    mask = mask_of(T, lengths)
     bias = None if mask is None else mask[:, None, None]
-    dy = draw(3, 20, 48)
+    dy = draw(3, T, 48)
     leaves = [h, *block.parameters()]
     plain = block(h, bias_of(mask), None)
     expected = torch.autograd.grad(plain, leaves, dy)
@@ -603,6 +610,81 @@ def test_a_layer_of_one_head_of_64_stays_on_chip(lengths: Sequence[Any]) -> None
         assert (got - right).abs().max() <= (0.1 if CUDA else 0.02) * right.abs().max()
 
 
+def test_a_long_layer_of_one_head_of_64_is_a_block_with_other_attention() -> None:
+    """In the working type, against the block of plain PyTorch."""
+    torch.manual_seed(0)
+    T = fused.LONGEST + 1
+    block = block_of(64, 64, 1, T).to(NARROW)
+    for norm in (block.attention_norm, block.ffn_norm):
+        norm.float()
+    x, dy = draw(2, T, 64, dtype=NARROW).requires_grad_(), draw(2, T, 64, dtype=NARROW)
+    assert fused.stays_on_chip(x[:, 1:], block.config)
+    assert not fused.stays_on_chip(x, block.config)
+    results: list[tuple[Tensor, ...]] = []
+    for block.fused in (True, False):
+        y = block(x, None, None)
+        results.append((y.detach(), *torch.autograd.grad(y, [x, *block.tensors()], dy)))
+    for got, right in zip(*results, strict=True):
+        assert got.dtype == right.dtype
+        assert (got - right).abs().max() <= (0.1 if CUDA else 0.02) * right.abs().max()
+
+
+def test_a_long_block_with_padding_is_that_of_plain_pytorch() -> None:
+    """As when a run of full sequences is evaluated on text whose last one is short."""
+    T = fused.LONGEST + 1
+    block = block_of(48, 80, 3, T)
+    h, mask = draw(2, T, 48), mask_of(T, [T, 9])
+    results = [block(h, bias_of(mask), None) for block.fused in (False, True)]
+    assert torch.equal(*results)
+    with pytest.raises(AssertionError, match="no padding"):
+        fused.block(h, mask, block.tensors(), 3, 1e-6, True)
+
+
+def test_torchs_attention_is_called_as_it_wants_to_be() -> None:
+    """What it takes and returns on a GPU, without one: shapes without values."""
+    B, T, H, K = 2, fused.LONGEST + 1, 3, 16
+    ran: list[Any] = []
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        qkv = torch.empty(B, T, 3, H, K, dtype=torch.bfloat16, device="cuda")
+        with Watched():
+            o, lse = fused._attention(qkv, None)
+            dqkv, sums = fused._attention_backward(qkv, None, o, lse, torch.empty_like(o))
+    aten = torch.ops.aten
+    assert aten._scaled_dot_product_flash_attention.default in ran
+    assert aten._scaled_dot_product_flash_attention_backward.default in ran
+    assert aten.clone.default not in ran  # o lies as the next product reads it
+    for got, shape, dtype in (
+        (o, (B, T, H * K), torch.bfloat16),
+        (lse, (B, H, T), torch.float32),
+        (dqkv, (B, T, 3, H, K), torch.bfloat16),
+        (sums, (1, 3 * H * K), torch.float32),
+    ):
+        assert (got.shape, got.dtype) == (shape, dtype)
+        assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_torchs_attention_is_deterministic_where_a_run_is(asked: bool) -> None:
+    """A run asks torch to warn at most; then this attention would only warn."""
+    torch.use_deterministic_algorithms(asked, warn_only=True)
+    try:
+        with fused._repeatable():
+            assert torch.are_deterministic_algorithms_enabled() == asked
+            assert torch.is_deterministic_algorithms_warn_only_enabled() != asked
+        assert torch.are_deterministic_algorithms_enabled() == asked
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("kind", ["full", "padded", "packed"])
 def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: str) -> None:
     padded = kind != "full"
@@ -649,12 +731,17 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for keep in (True, False):
         torch.library.opcheck(fused.block, (x, mask, weights, 2, 1e-6, keep), test_utils=tests)
+    long = draw(1, fused.LONGEST + 1, D).requires_grad_()
+    torch.library.opcheck(fused.block, (long, None, weights, 2, 1e-6, False), test_utils=tests)
     e, table, bias = (draw(*s).requires_grad_() for s in ((4, 16), (70, 16), (70,)))
     targets, u = torch.randint(70, (4,)).to(DEVICE), torch.rand(4).to(DEVICE)
     torch.library.opcheck(fused.guess, (e, table, bias, targets, u), test_utils=tests)
     kept = list(fused.block(x, mask, weights, 2, 1e-6, True)[1:])
     with torch.no_grad():
         arguments = (draw(B, T, D), x, mask, weights, kept, 2)
+        torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
+        kept = list(fused.block(long, None, weights, 2, 1e-6, False)[1:])
+        arguments = (draw(*long.shape), long, None, weights, kept, 2)
         torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
     torch.library.opcheck(fused.layer, (x, mask, few, 1e-6), test_utils=tests)
     y, *kept = fused.layer(x, mask, few, 1e-6)
@@ -699,7 +786,27 @@ def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_does_not_fit_is_said(changes: dict[str, Any], dtype: torch.dtype, said: str) -> None:
     small = recipe("small")
     fitting = replace(small, encoder=replace(small.encoder, dropout=0.0, attention_dropout=0.0))
-    assert fused.unfit(fitting, torch.bfloat16) is None
+    assert fused.unfit(fitting, torch.bfloat16, padded=True) is None
     part = "data" if "sequence_length" in changes else "encoder"
     config = replace(fitting, **{part: replace(getattr(fitting, part), **changes)})
-    assert re.search(said, fused.unfit(config, dtype) or "")
+    assert re.search(said, fused.unfit(config, dtype, padded=False) or "")
+
+
+def test_long_sequences_fit_where_they_are_wanted_and_not_padded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused, "LONG", True)
+    c = recipe("small")
+    c = replace(
+        c,
+        encoder=replace(c.encoder, dropout=0.0, attention_dropout=0.0),
+        data=replace(c.data, sequence_length=fused.LONGEST + 1),
+        run=replace(c.run, kernels="yes"),
+    )
+    assert fused.unfit(c, torch.bfloat16, padded=False) is None
+    here = replace(runtime(), dtype=torch.bfloat16)
+    said = {True: "padding in sequences longer than 128", False: "a device that is no GPU"}
+    for padded, reason in said.items():
+        objective = build_objective(c, 30, SpecialIds(0, 1, 2, 3, 4), padded=padded)
+        with pytest.raises(ElectraError, match=f"do not do {reason}"):
+            _use_kernels(objective, c, here)
