@@ -20,7 +20,7 @@ from .corruption import lay_out, num_masked
 from .objectives import Batch
 from .packing import Packing
 from .randomness import shuffled
-from .runtime import Runtime, usable_memory
+from .runtime import Runtime, sent, usable_memory
 
 
 class Block(NamedTuple):
@@ -109,14 +109,13 @@ class Batches:
         device = self.runtime.device
 
         def put(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.astype(np.int32)).to(device)
+            return sent(torch.from_numpy(array.astype(np.int32)), device)
 
-        # What the host has to read comes before the first copy, which waits for the device.
         ids = None if self._resident else self._read(mine, lengths[:, self.rows])
         length, T = put(lengths[:, self.rows]), self.config.data.sequence_length
         example, position = lay_out(length, T)  # (S, R, T)
         if ids is None:
-            x = self._gather(torch.from_numpy(mine).to(device), example, position)
+            x = self._gather(sent(torch.from_numpy(mine), device), example, position)
         else:
             x = put(ids)
         split = F.pad(put(self.examples.splits[mine]), (0, 1), value=T)  # padding has no second

@@ -62,7 +62,7 @@ from .rundir import (
     was_evaluated,
 )
 from .runlog import RunLog, draw_curves
-from .runtime import Runtime, is_out_of_memory, refuse_undetermined, usable_memory
+from .runtime import Runtime, is_out_of_memory, refuse_undetermined, sent, usable_memory
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 _SPARE = 0.02  # of the memory a process may use, left by a micro-batch found by trying
@@ -461,6 +461,7 @@ class Trainer:
         self.meter = Meter(torch.zeros(len(Meter.FIELDS), dtype=torch.float64, device=device))
         self.block: Block | None = None
         self._left = 0  # steps left in the block
+        self._begun: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _compile(self) -> None:
@@ -547,18 +548,27 @@ class Trainer:
         self.micro_batches = [slice(end - size, min(end, self.rows)) for end in ends]
 
     def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
-        """Bring the batches, learning rates and shares of λ of the next steps to the device."""
-        block = self.batches.block(step, self.block_steps)
+        """Bring the batches, learning rates and shares of λ of the next steps to the device.
+
+        Asked for while a GPU works on the block before, which it has then begun: it never waits,
+        and the clock is at most a block ahead of it.
+        """
+        if self._begun is not None:
+            self._begun.synchronize()
+        block, device = self.batches.block(step, self.block_steps), self.runtime.device
         if self.block is None:
             self.block = block
         else:  # a recorded graph reads these addresses
             for old, new in zip(self.block, block, strict=True):
                 old.copy_(new)
-        self.rates.copy_(torch.tensor(rates))
+        self.rates.copy_(sent(torch.tensor(rates), device))
         if shares is not None:
-            self.shares.copy_(torch.tensor(shares))
+            self.shares.copy_(sent(torch.tensor(shares), device))
         self.slot.zero_()
         self._left = self.block_steps
+        if device.type == "cuda":
+            self._begun = torch.cuda.Event()
+            self._begun.record()
 
     def step(self) -> None:
         if self._graph is not None:

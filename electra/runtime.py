@@ -117,6 +117,14 @@ class Runtime:
                 self.store.set(f"electra/word/{self.rank}", word)
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, where it is ready in time for what is asked of the device next; nobody
+    waits for it here. (Out of memory that is not pinned a copy waits for all steps before it.)"""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def usable_memory(device: torch.device) -> float:
     """Bytes of a GPU that this process may use: a user may have said how much (torch's
     `per_process_memory_fraction`), and others share the device then."""

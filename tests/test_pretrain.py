@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -10,7 +11,7 @@ import random
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -1619,6 +1620,50 @@ def test_a_deterministic_run_does_not_fill_memory_before_it_is_written(
         assert not torch.empty(2**16).isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class _NoAnswers(TorchDispatchMode):
+    """Refuses what would bring a number to the host: on a GPU that waits for all steps before."""
+
+    ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert not any(word in str(func) for word in self.ASKS), f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _strictly() -> Generator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_nothing_waits_for_the_device_between_two_lines(
+    kind: Any, micro: PretrainConfig, corpus: Corpus
+) -> None:
+    """On a GPU torch itself watches (its sync debug mode), a recorded graph included."""
+    on_gpu = torch.cuda.is_available()
+    here = runtimes.start(RunConfig(compile="no")) if on_gpu else runtime()
+    config = replace(micro, optim=replace(micro.optim, kind=kind, skip_spikes=True))
+    batches = Batches(corpus.train, config, here)
+    objective = build_objective(config, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+    trainer = loop.Trainer(objective.to(here.device), batches, config, here)
+    trainer.record()
+    steps = 2 * trainer.block_steps + 3
+    trainer.load_block(0, [1e-3] * trainer.block_steps)
+    with _strictly() if on_gpu else _NoAnswers():
+        for step in range(steps):
+            if trainer.needs_block:
+                ahead = [1e-3] * trainer.block_steps
+                trainer.load_block(step, ahead, [1.0] * trainer.block_steps)
+            trainer.step()
+    assert int(trainer.counter) == steps
 
 
 def test_steps_that_are_large_come_to_the_gpu_in_small_numbers() -> None:
