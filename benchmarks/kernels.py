@@ -412,6 +412,26 @@ def linear_cross_entropy(N: int, V: int, E: int, like: Like) -> Case:
     return Case((e, table, bias, targets, u), ours, partial(run, product), 6 * N * V * e.itemsize)
 
 
+# The gradient of a look-up: N tokens, V of them differ, E columns
+
+
+def word_gradient(N: int, V: int, E: int, like: Like) -> Case:
+    """Float32, as the table is. Compiled, the plain way adds in any order."""
+
+    def plain(rows: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        return (rows.new_zeros(V, E).index_put((ids,), rows, accumulate=True),)
+
+    def ours(rows: Tensor, ids: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return (kernels.table_gradient(rows, ids, V, config),)
+
+    # As in text: 15 % are one token, the others as Zipf says.
+    ids = torch.multinomial(1 / torch.arange(1.0, V + 1), N, replacement=True)
+    ids = torch.where(torch.rand(N) < 0.15, min(103, V - 1), torch.randperm(V)[ids])
+    rows = torch.randn(N, E, device=like["device"])
+    moved = rows.nbytes + 2 * ids.nbytes + V * E * rows.itemsize
+    return Case((rows, ids.to(rows.device)), ours, plain, moved)
+
+
 ROWS = [(16384, 256), (131072, 256), (16384, 64), (131072, 64)]
 LN, LN_BACK, GELU_BACK = kernels.ADD_NORM, kernels.ADD_NORM_BACKWARD, kernels.GELU_BACKWARD
 LN_BACKS = [
@@ -425,6 +445,7 @@ LN_BACKS = [
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
 ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
+TABLE = kernels.TABLE_GRADIENT
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
 PRODUCTS = [{}, kernels.PRODUCT_ADD_NORM, kernels.PRODUCT_ADD_NORM | {"num_stages": 3}]
@@ -568,6 +589,19 @@ ENTRIES = {
     ),
     "linear, cross-entropy, sample and backward": Entry(
         linear_cross_entropy, [(2560, 30522, 128), (20480, 30522, 128)], (6, 90, 32), [{}]
+    ),
+    "word gradient": Entry(
+        word_gradient,
+        [(16384, 30522, 128), (131072, 30522, 128)],
+        (300, 50, 48),
+        [
+            TABLE,
+            TABLE | {"ROWS": {"ROWS": 32, "num_warps": 1}},
+            TABLE | {"ROWS": {"ROWS": 32, "num_warps": 2}},
+            TABLE | {"RUNS": TABLE["RUNS"] | {"STAGES": 3}},
+            TABLE | {"RUNS": {"PARTS": 32, "STAGES": 3, "num_warps": 4}},
+            TABLE | {"RUNS": {"PARTS": 16, "STAGES": 4, "num_warps": 2}},
+        ],
     ),
 }
 
@@ -778,6 +812,7 @@ def compile_for_h200(name: str) -> None:
         for i, parameter in enumerate(kernel.params):
             value = given[parameter.name]
             short = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1"}
+            short |= {torch.int16: "i16", torch.int32: "i32"}
             aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 types[parameter.name], constants[(i,)] = "constexpr", value

@@ -6,7 +6,7 @@ autograd, so that who calls them decides what is kept (`fused`). Arithmetic is f
 is bitwise repeatable. Each function has a fixed `config`; benchmarks/kernels.py tries others.
 
     B sequences · T tokens · H heads · K head size · N rows · D hidden · F feed-forward ·
-    V vocabulary
+    V vocabulary · E embedding
 """
 
 # pyright: basic, reportMissingImports=false, reportOptionalMemberAccess=false
@@ -66,6 +66,10 @@ LAYER_BACKWARD: Config = {
     "ATTEND": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "WEIGHTS": {"ROWS": 64, "STRIPS": 33, "STAGES": 4, "num_warps": 4},
 }
+# A warp alone again: a run of equal ids is a sum within its threads. Long runs are read ahead.
+TABLE_GRADIENT: Config = {
+    "ROWS": {"ROWS": 16, "num_warps": 1}, "RUNS": {"PARTS": 16, "STAGES": 4, "num_warps": 4}
+}  # fmt: skip
 CHUNK = 64  # of flat buffers: parameters begin at multiples of it
 MOST_PLACES = 2**31 - 1  # of a flat buffer, which the kernels of the optimizer can tell apart
 SQUARES: Config = {"ROWS": 64, "PROGRAMS": 528, "STAGES": 1, "num_warps": 8}
@@ -1115,6 +1119,102 @@ def _cross_entropy_backward(
         tl.store(out + at, g.to(out.dtype.element_ty), mask=inside)
         total += tl.sum(g, 0)
     tl.store(partial + tl.program_id(1) * W + column, total, mask=column < W)
+
+
+# The gradient of a look-up in a table
+
+
+def table_gradient(rows: Tensor, ids: Tensor, size: int, config: Config = TABLE_GRADIENT) -> Tensor:
+    """Σ of the rows of each id, (V = size, E) in the type of `rows`, added up in float32.
+
+    rows: (N, E). ids: (N,) int64 from 0 to V − 1. The order of every sum follows from the ids
+    alone. The rows are taken by id, ROWS at a time: a run of equal ids within these is summed at
+    once, and what a run has in several of them is added afterwards, so that no sum, however
+    frequent its id, is made row by row.
+    """
+    _check(rows, ids)
+    N, E = rows.shape
+    many = config["ROWS"]["ROWS"]
+    width = min(128, triton.next_power_of_2(E))
+    grid = (triton.cdiv(N, many), triton.cdiv(E, width))
+    # A sort takes a pass for each byte, and most vocabularies need but two.
+    narrow = torch.int16 if size <= 2**15 else torch.int32
+    ids, places = torch.sort(ids.to(narrow), stable=True)
+    grad = torch.zeros(size, E, dtype=rows.dtype, device=rows.device)
+    partial = torch.empty(grid[0], 2, E, dtype=torch.float32, device=rows.device)
+    _sum_rows[grid](rows, ids, places, grad, partial, N, E, width, **config["ROWS"])
+    _sum_runs[grid](ids, partial, grad, N, E, width, many, **config["RUNS"])
+    return grad
+
+
+@jit
+def _sum_rows(
+    rows, ids, places, grad, partial, N, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """One program: WIDTH columns of ROWS rows in the order of their ids.
+
+    A run that is whole goes to grad. Else, if it began before these rows, to the first of their
+    two places in `partial`, and if it only goes on behind them to the second.
+    """
+    tile = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at = tile * ROWS + tl.arange(0, ROWS)
+    ok = at < N
+    own = tl.load(ids + at, ok, -1)
+    before = tl.load(ids + at - 1, ok & (at > 0), -1)
+    place = tl.load(places + at, ok, 0)
+    inside = ok[:, None] & (column < E)[None, :]
+    x = tl.load(rows + place[:, None] * E + column[None, :], inside, 0.0).to(tl.float32)
+    # Runs that begin here count from 1; behind the last id there is nothing, which adds nothing.
+    run = tl.cumsum((ok & (own != before)).to(tl.int32), 0)
+    last = tl.max(run, 0)
+    behind = (tile + 1) * ROWS
+    goes_on = tl.load(ids + behind, behind < N, -1) == tl.max(own, 0)
+    run_of = run[:, None]  # laid out as x, once
+    for n in range(tl.min(run, 0), last + 1):
+        total = tl.sum(tl.where(run_of == n, x, 0.0), 0)
+        if (n == 0) | ((n == last) & goes_on):
+            second = tl.where(n == 0, 0, 1)
+            tl.store(partial + (tile.to(tl.int64) * 2 + second) * E + column, total, column < E)
+        else:
+            word = tl.max(tl.where(run == n, own, -1), 0).to(tl.int64)
+            tl.store(grad + word * E + column, total.to(grad.dtype.element_ty), column < E)
+
+
+@jit
+def _sum_runs(
+    ids, partial, grad, N, E: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: WIDTH columns of the run that begins in a tile and goes on behind it, if any.
+
+    Its own part is the second that the tile has in `partial`, its others are the first of the next.
+    """
+    tile = tl.program_id(0)
+    behind = (tile + 1) * ROWS
+    if behind < N:
+        own = tl.load(ids + behind)
+        before = tl.load(ids + tile * ROWS - 1, tile > 0, -1)
+        if (tl.load(ids + behind - 1) == own) & (before != own):
+            column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+            ok = column < E
+            begun = tl.load(partial + (tile.to(tl.int64) * 2 + 1) * E + column, ok, 0.0)
+            end = tile + 1
+            more = True
+            while more:  # up to the first tile that begins with another id
+                at = (end + tl.arange(0, 256)) * ROWS
+                many = tl.sum((tl.load(ids + at, at < N, -1) == own).to(tl.int32), 0)
+                end += many
+                more = many == 256
+            # Read ahead: else the compiler, to spare registers, lets one load wait for another.
+            total = tl.zeros((PARTS, WIDTH), tl.float32)
+            for first in tl.range(tile + 1, end, PARTS, num_stages=STAGES):
+                part = first + tl.arange(0, PARTS)
+                sums = partial + part.to(tl.int64)[:, None] * (2 * E) + column[None, :]
+                total += tl.load(sums, (part < end)[:, None] & ok[None, :], 0.0)
+            total = begun + tl.sum(total, 0)
+            word = grad + own.to(tl.int64) * E + column
+            tl.store(word, total.to(grad.dtype.element_ty), ok)
 
 
 # The optimizer: flat buffers in chunks, whose parameters have one rate and one decay each

@@ -450,6 +450,103 @@ def test_logits_that_are_not_finite_show_in_the_loss() -> None:
         assert ((token >= 0) & (token < 20)).all()
 
 
+ROWS = kernels.TABLE_GRADIENT["ROWS"]["ROWS"]
+PARTS = kernels.TABLE_GRADIENT["RUNS"]["PARTS"]
+RUNS: dict[str, list[int]] = {  # how often each id comes, from 0 on; V is how many there are
+    "one": [1],
+    "one of many": [0, 0, 1, 0],
+    "all the same": [5 * ROWS],
+    "all different": [1] * (3 * ROWS + 5),
+    "first and last": [3] + [0] * 40 + [2],
+    "to borders": [ROWS, 2 * ROWS, ROWS - 1, 1, ROWS],
+    "over borders": [ROWS - 1, 2, ROWS - 2, ROWS + 1, 1, 3 * ROWS, 7],
+    "two over one border": [1, 2 * ROWS - 2, 2 * ROWS, 5],
+    "as many parts as are added at once": [1, PARTS * ROWS, ROWS - 1],
+    "many": [0, 3, (2 * PARTS + 3) * ROWS + 5, 0, 1, 2],
+    "longest": [2, 260 * ROWS, 9],  # more tiles than its end is looked for at once
+}
+
+
+def shuffled(counts: list[int]) -> Tensor:
+    ids = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    return ids[torch.randperm(len(ids))].to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("runs", "E", "dtype"),
+    [
+        *((runs, 16, torch.float32) for runs in RUNS),
+        *((runs, 64, NARROW) for runs in ("one", "over borders", "many")),
+        *((runs, 128, torch.float32) for runs in ("to borders", "over borders", "many")),
+        ("over borders", 48, torch.float32),  # columns that fill no tile, and several of them
+        ("over borders", 200, torch.float32),
+    ],
+)
+def test_the_gradient_of_a_look_up_is_the_sum_of_the_rows_of_each_id(
+    runs: str, E: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(E)
+    ids = shuffled(RUNS[runs])
+    rows = draw(len(ids), E, dtype=dtype)
+    exact = torch.zeros(len(RUNS[runs]), E, dtype=torch.float64, device=DEVICE)
+    exact.index_add_(0, ids, rows.double())
+    real = torch.empty
+    # What was not written shows.
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: real(*a, **k).fill_(torch.nan))
+    got = kernels.table_gradient(rows, ids, len(exact))
+    assert got.dtype == dtype
+    close(got, exact, dtype)
+    assert not got[exact.abs().sum(1) == 0].any()
+
+
+def test_sums_of_narrow_rows_are_rounded_once() -> None:
+    """Half an epsilon many times beside 1, and beside −1 where the next rows are taken: neither is
+    what one row after the other gives in the type of the rows, nor what each part gives."""
+    half = torch.finfo(NARROW).eps / 2
+    rows = torch.full((2 * ROWS, 16), half, device=DEVICE, dtype=NARROW)
+    rows[3], rows[ROWS + 5] = 1, -1
+    for part in (rows, rows[:ROWS]):
+        exact = part.double().sum(0)
+        got = kernels.table_gradient(part, torch.ones(len(part), dtype=torch.int64).to(DEVICE), 3)
+        assert torch.equal(got[1], exact.to(NARROW))
+
+
+def test_the_order_of_the_sums_of_a_look_up_is_that_of_its_ids() -> None:
+    """Rows that change their places with others, but not with those of the same id, change
+    nothing; with those, the last bits."""
+    torch.manual_seed(0)
+    ids = shuffled(RUNS["over borders"])
+    rows = draw(len(ids), 64)
+    got = kernels.table_gradient(rows, ids, 9)
+    assert torch.equal(got, kernels.table_gradient(rows, ids, 9))
+    new = ids[torch.randperm(len(ids), device=DEVICE)]
+    old, to = ids.argsort(stable=True), new.argsort(stable=True)
+    moved = torch.empty_like(rows)
+    moved[to] = rows[old]
+    assert not torch.equal(moved, rows)
+    assert torch.equal(kernels.table_gradient(moved, new, 9), got)
+    assert not torch.equal(kernels.table_gradient(rows.flip(0), ids.flip(0), 9), got)
+
+
+def test_a_vocabulary_of_more_than_two_bytes_is_looked_up_as_well() -> None:
+    V = 2**15 + 3
+    ids = torch.tensor([V - 1, 2**15 - 1, 0, V - 1, 2**15], device=DEVICE)
+    rows = draw(5, 16)
+    for size in (V, 2**16 + V):
+        got = kernels.table_gradient(rows, ids + size - V, size)
+        assert torch.equal(got[size - 1], rows[0] + rows[3])
+        assert torch.equal(got[[-4, -V, -3]], rows[[1, 2, 4]])
+        assert got.count_nonzero() == 4 * 16
+
+
+def test_a_row_that_is_not_finite_spoils_its_own_sum_alone() -> None:
+    ids = shuffled(RUNS["over borders"])
+    rows = draw(len(ids), 16)
+    rows[ids == 3] = torch.inf
+    got = kernels.table_gradient(rows, ids, 9)
+    assert got.isfinite().all(1).tolist() == [n != 3 for n in range(9)]
+
+
 # What is made of them
 
 
