@@ -100,6 +100,7 @@ class Embeddings(nn.Module):
     ) -> None:
         super().__init__()
         self._base = (base,)  # a tuple hides it: its parameters belong to the other block
+        self.in_order = False  # set from outside: gradients of look-ups by the kernels of `fused`
         E = config.embedding_size
         self.word = _lookup(vocab_size, E)
         self.position = _lookup(config.max_positions, E)
@@ -116,11 +117,11 @@ class Embeddings(nn.Module):
         return own if self.base is None else own + getattr(self.base, name).weight.detach()
 
     def forward(self, x: Tensor, segment: Tensor, position: Tensor | None = None) -> Tensor:
-        word = self.word(x)
+        word = fused.look_up(x, self.word.weight) if self.in_order else self.word(x)
         if self.base is not None:  # two look-ups instead of a sum of two tables
             word = word + F.embedding(x, self.base.word.weight.detach())
-        table = self.table("position")
-        place = table[: x.shape[1]] if position is None else F.embedding(position, table)
+        table, look_up = self.table("position"), fused.look_up if self.in_order else F.embedding
+        place = table[: x.shape[1]] if position is None else look_up(position, table)
         # Chosen, not looked up: the gradient of a lookup with two rows would be a queue.
         first, second = self.table("segment")
         kind = torch.where(segment[..., None] == 0, first, second)  # (B, T, E)

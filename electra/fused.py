@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import kernels
@@ -34,6 +35,10 @@ LONG = False  # whether longer sequences are taken: not measured yet
 # `small` do, in 0.5 GiB. With batch 1,024 that would be 3.7 GiB, and 13.1 in all: 8 of 12 do, which
 # stays below 12 GiB. (With 7 a step took 1.8 % longer than with all.)
 KEPT = 10 * 2**28
+
+# Whether a deterministic run looks its tokens up with `look_up`. Off: on no GPU has it been timed,
+# nor have its bits been compared (`word gradient` of benchmarks/kernels.py and kernel_bits.py).
+IN_ORDER = False
 
 
 def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | None:
@@ -397,3 +402,44 @@ def _guess_backward(ctx: Any, dnll: Tensor, *_: Any) -> Any:
 
 
 guess.register_autograd(_guess_backward, setup_context=_keep_guess)
+
+
+# Where every bit is to be the same, the compiler leaves the gradient of a look-up to a kernel of
+# torch's that adds the rows of a token one after the other: [MASK] has thousands.
+
+
+@torch.library.custom_op("electra::look_up", mutates_args=())
+def look_up(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows (..., E) of a table (V, E); their gradients are added up in a fixed order."""
+    return F.embedding(ids, table)
+
+
+@look_up.register_fake
+def _(ids: Tensor, table: Tensor) -> Tensor:
+    return table.new_empty(*ids.shape, table.shape[1])
+
+
+@torch.library.custom_op("electra::look_up_backward", mutates_args=())
+def look_up_backward(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
+    return kernels.table_gradient(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), rows)
+
+
+@look_up_backward.register_fake
+def _(dy: Tensor, ids: Tensor, rows: int) -> Tensor:
+    del ids
+    return dy.new_empty(rows, dy.shape[-1])
+
+
+def _keep_ids(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    ids, table = inputs
+    ctx.rows = len(table)
+    ctx.save_for_backward(ids)
+
+
+def _look_up_backward(ctx: Any, dy: Tensor) -> Any:
+    (ids,) = ctx.saved_tensors
+    return None, look_up_backward(dy.contiguous(), ids.contiguous(), ctx.rows)
+
+
+look_up.register_autograd(_look_up_backward, setup_context=_keep_ids)

@@ -27,6 +27,7 @@ from .checkpoint import Saver, load_newest, size_of
 from .config import PretrainConfig
 from .corpus import Corpus
 from .encoder import Block as EncoderBlock
+from .encoder import Embeddings
 from .errors import (
     BrokenOff,
     DiskFull,
@@ -731,9 +732,12 @@ def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime)
             fix="use --run.kernels auto, which takes them where they fit",
         )
     wanted = config.run.kernels != "no" and reason is None
+    in_order = fused.IN_ORDER and torch.are_deterministic_algorithms_enabled()
     for part in objective.modules():
         if isinstance(part, EncoderBlock):
             part.fused = wanted
+        elif isinstance(part, Embeddings):
+            part.in_order = wanted and in_order
     g = config.generator
     is_plain = g.temperature == 1.0 and not g.temperature_steps and not g.disallow_correct
     joint = type(objective) is ReplacedTokenDetection and objective.stage == "joint"

@@ -25,6 +25,7 @@ from electra.objectives import Batch, SpecialIds, build_objective
 from electra.pretrain import _use_kernels
 from electra.randomness import StepRng
 from electra.recipes import recipe
+from electra.runtime import Runtime
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="Triton is not installed"),
@@ -808,6 +809,8 @@ def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: s
     for part in (objective, *objective.modules()):
         if isinstance(part, Block) or part is objective:
             part.fused = True  # type: ignore[assignment]
+        elif isinstance(part, Embeddings):
+            part.in_order = True
     kerneled = objective(batch, rng)
     for name, a, b in zip(plain._fields, kerneled, plain, strict=True):
         assert abs(float(a.detach()) - float(b.detach())) <= 1e-5 * abs(float(b.detach())), name
@@ -840,11 +843,80 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
         kept = list(fused.block(long, None, weights, 2, 1e-6, False)[1:])
         arguments = (draw(*long.shape), long, None, weights, kept, 2)
         torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
+    ids = torch.randint(70, (3, 5)).to(DEVICE)
+    torch.library.opcheck(fused.look_up, (ids, table), test_utils=tests)
+    with torch.no_grad():
+        torch.library.opcheck(fused.look_up_backward, (draw(3, 5, 16), ids, 70), test_utils=tests)
     torch.library.opcheck(fused.layer, (x, mask, few, 1e-6), test_utils=tests)
     y, *kept = fused.layer(x, mask, few, 1e-6)
     with torch.no_grad():
         arguments = (y, x, mask, few, kept, 1e-6)
         torch.library.opcheck(fused.layer_backward, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_look_ups_in_order_have_the_gradients_of_the_others(
+    packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside the tables of another block, which get none."""
+    torch.manual_seed(0)
+    sizes: list[int] = []
+    real = kernels.table_gradient
+
+    def watched(rows: Tensor, ids: Tensor, size: int) -> Tensor:
+        sizes.append(size)
+        return real(rows, ids, size)
+
+    monkeypatch.setattr(kernels, "table_gradient", watched)
+    config = block_of(64, 80, 1, 20).config
+    base = Embeddings(config, 30)
+    embeddings = Embeddings(config, 30, base).to(DEVICE)
+    base.to(DEVICE)
+    x, position = (torch.randint(n, (3, 20)).to(DEVICE) for n in (30, 20))
+    x[:, 5:15] = 7
+    dy = draw(3, 20, 64)
+    leaves = [*embeddings.parameters(), *base.parameters()]
+    results: list[tuple[Tensor | None, ...]] = []
+    for embeddings.in_order in (False, True):
+        y = embeddings(x, x % 2, position if packed else None)
+        results.append((y.detach(), *torch.autograd.grad(y, leaves, dy, allow_unused=True)))
+    assert sorted(sizes) == ([20, 30] if packed else [30])
+    one, other = results
+    assert [g is None for g in other] == [False] * 6 + [True] * 5
+    for got, right in zip(other[:6], one[:6], strict=True):
+        assert got is not None
+        assert right is not None
+        assert got.dtype == right.dtype
+        assert (got - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("on", "deterministic", "kernel", "said"),
+    [
+        (True, True, "auto", True),
+        (False, True, "auto", False),
+        (True, False, "auto", False),
+        (True, True, "no", False),
+    ],
+)
+def test_deterministic_runs_with_own_kernels_look_up_in_order(
+    on: bool, deterministic: bool, kernel: str, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = recipe("tiny")
+    encoder = replace(c.encoder, dropout=0.0, attention_dropout=0.0)
+    generator = replace(c.generator, sharing="disentangled")
+    c = replace(c, encoder=encoder, generator=generator, run=replace(c.run, kernels=kernel))
+    objective = build_objective(c, 333, SpecialIds(0, 1, 2, 3, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(fused, "IN_ORDER", on)
+    runtime = Runtime(
+        device=torch.device("cuda"), dtype=torch.bfloat16, compiled=False, cuda_graph=False,
+        threads=1,
+    )  # fmt: skip
+    assert _use_kernels(objective, c, runtime) == (kernel == "auto")
+    tables = [part for part in objective.modules() if isinstance(part, Embeddings)]
+    assert [part.in_order for part in tables] == [said] * 2
 
 
 def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
