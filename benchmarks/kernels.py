@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra import fused, kernels
+from electra import fused, kernels, optim
 from electra.corruption import sample
 
 CALLS, REPLAYS = 20, 5
@@ -432,6 +432,39 @@ def word_gradient(N: int, V: int, E: int, like: Like) -> Case:
     return Case((rows, ids.to(rows.device)), ours, plain, moved)
 
 
+def orthogonal(n: int, rows: int, columns: int, like: Like) -> Case:
+    """The plain way is Muon's as it is: in bfloat16 on a GPU, where ours is in float16."""
+
+    def plain(u: Tensor) -> tuple[Tensor, ...]:
+        return (optim.orthogonal(u, torch.bfloat16 if u.is_cuda else torch.float32),)
+
+    def ours(u: Tensor, config: Config) -> tuple[Tensor, ...]:
+        return (kernels.orthogonal(u, torch.float16, optim.QUINTIC, config),)
+
+    u = torch.randn(n, rows, columns, device=like["device"])
+    return Case((u,), ours, plain, u.nbytes + u.nbytes // 2)
+
+
+def symmetric(n: int, side: int, other: int, like: Like) -> Case:
+    """A Gram matrix, tall where `other` is the larger, and the polynomial of it in a round."""
+    a, b, c = optim.QUINTIC
+
+    def plain(x: Tensor) -> tuple[Tensor, ...]:
+        gram = x.mT @ x
+        by = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        by.diagonal(dim1=1, dim2=2).add_(a)
+        return gram, by
+
+    def ours(x: Tensor, config: Config) -> tuple[Tensor, ...]:
+        gram = kernels.symmetric(x.mT, x, config=config)
+        return gram, kernels.symmetric(gram, gram, by=c, plus=(b, gram), unit=a, config=config)
+
+    # The interpreter does not take bfloat16, and Muon's type on a GPU is float16.
+    dtype = torch.float32 if like["dtype"] == torch.float32 else torch.float16
+    x = torch.randn(n, other, side, device=like["device"]).to(dtype) / (side * other) ** 0.5
+    return Case((x,), ours, plain, x.nbytes + 3 * n * side * side * x.itemsize)
+
+
 ROWS = [(16384, 256), (131072, 256), (16384, 64), (131072, 64)]
 LN, LN_BACK, GELU_BACK = kernels.ADD_NORM, kernels.ADD_NORM_BACKWARD, kernels.GELU_BACKWARD
 LN_BACKS = [
@@ -444,7 +477,7 @@ LN_BACKS = [
     LN_BACK | {"ELEMENTS": 2048, "PROGRAMS": 264, "num_warps": 4},
 ]
 LAYER_BACK = kernels.LAYER_BACKWARD
-ADAM, SQUARES = kernels.ADAM, kernels.SQUARES
+ADAM, SQUARES, SYMMETRIC = kernels.ADAM, kernels.SQUARES, kernels.SYMMETRIC
 TABLE = kernels.TABLE_GRADIENT
 HEADS = [(128, 128, 4, 64), (1024, 128, 4, 64), (128, 128, 1, 64)]
 LAYERS = [(128, 128, 64), (1024, 128, 64)]
@@ -562,6 +595,26 @@ ENTRIES = {
             *({"ADAM": ADAM | {"ROWS": r, "num_warps": w}} for r, w in ((8, 4), (16, 4), (32, 8))),
             {"SQUARES": SQUARES | {"PROGRAMS": 264}},
             {"SQUARES": SQUARES | {"PROGRAMS": 1056, "ROWS": 32, "num_warps": 4}},
+        ],
+        compiled=False,
+    ),
+    "orthogonal": Entry(
+        orthogonal,
+        [(48, 64, 64), (12, 256, 64), (12, 64, 256)],  # of the generator of `small`
+        (2, 48, 80),
+        [kernels.ORTHOGONAL, kernels.ORTHOGONAL | {"num_warps": 8}],
+        compiled=False,
+    ),
+    "symmetric": Entry(
+        symmetric,
+        [(72, 256, 256), (12, 256, 1024)],  # of the discriminator of `small`
+        (2, 40, 70),
+        [
+            SYMMETRIC,
+            SYMMETRIC | {"maxnreg": None},
+            SYMMETRIC | {"num_stages": 4, "maxnreg": None},
+            SYMMETRIC | {"num_warps": 4, "maxnreg": None},
+            SYMMETRIC | {"TILE": 64, "num_warps": 4, "maxnreg": None},
         ],
         compiled=False,
     ),
@@ -811,8 +864,8 @@ def compile_for_h200(name: str) -> None:
         types, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(kernel.params):
             value = given[parameter.name]
-            short = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.bool: "i1"}
-            short |= {torch.int16: "i16", torch.int32: "i32"}
+            short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+            short |= {torch.bool: "i1", torch.int16: "i16", torch.int32: "i32"}
             aligned = isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0)
             if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
                 types[parameter.name], constants[(i,)] = "constexpr", value

@@ -74,6 +74,11 @@ CHUNK = 64  # of flat buffers: parameters begin at multiples of it
 MOST_PLACES = 2**31 - 1  # of a flat buffer, which the kernels of the optimizer can tell apart
 SQUARES: Config = {"ROWS": 64, "PROGRAMS": 528, "STAGES": 1, "num_warps": 8}
 ADAM: Config = {"ROWS": 16, "num_warps": 8}  # 16 bytes of float32 a thread, one way to lie
+MOST_TURNED = 64, 256  # sides of a matrix that one program holds on chip, with all of `orthogonal`
+ORTHOGONAL: Config = {"num_warps": 4, "num_stages": 1}
+SYMMETRIC: Config = {
+    "TILE": 128, "INNER": 64, "num_warps": 8, "num_stages": 3, "maxnreg": 128
+}  # fmt: skip
 
 
 def available() -> bool:
@@ -1339,6 +1344,147 @@ def _adam(
     tl.store(p + at, x, ok)
     works = ((row >= begin) & (row < end))[:, None]
     tl.store(copy + at - begin * CHUNK, x.to(copy.dtype.element_ty), ok & works)
+
+
+# Muon
+
+
+def turns(u: Tensor) -> bool:
+    """Whether matrices (n, rows, columns) are small enough for `orthogonal`."""
+    return all(size <= most for size, most in zip(sorted(u.shape[1:]), MOST_TURNED, strict=True))
+
+
+def orthogonal(
+    u: Tensor,
+    dtype: torch.dtype,
+    coefficients: tuple[float, float, float],
+    config: Config = ORTHOGONAL,
+) -> Tensor:
+    """`optim.orthogonal` of u (n, rows, columns), float32, with the rounds on Gram matrices.
+
+    As `optim.orthogonal_by_gram`, which says why in this way: operands of all products and the
+    result are of type dtype, float16 (or float32).
+    """
+    _check(u)
+    assert turns(u), u.shape
+    n, rows, columns = u.shape
+    out = torch.empty_like(u, dtype=dtype)
+    tile = [max(16, triton.next_power_of_2(size)) for size in sorted((rows, columns))]
+    _orthogonal[(n,)](
+        u, out, *coefficients, rows, columns, *tile, rows > columns, _precision(out), **config
+    )
+    return out
+
+
+@jit
+def _orthogonal(
+    u, out, a, b, c, R: tl.constexpr, C: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr,
+    TALL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one matrix. It lies as (SHORT, LONG), zero outside; so does all that follows."""
+    short = tl.arange(0, SHORT)[:, None]
+    long = tl.arange(0, LONG)[None, :]
+    if TALL:
+        at = long * C + short
+        ok = (long < R) & (short < C)
+    else:
+        at = short * C + long
+        ok = (short < R) & (long < C)
+    u += tl.program_id(0).to(tl.int64) * (R * C)
+    out += tl.program_id(0).to(tl.int64) * (R * C)
+    narrow = out.dtype.element_ty
+    wide = tl.load(u + at, ok, 0.0)
+    norm = tl.sqrt_rn(tl.sum(tl.sum(wide * wide, 1), 0))
+    x = tl.div_rn(wide, tl.maximum(norm, 1e-7)).to(narrow)
+    unit = tl.where(short == tl.arange(0, SHORT)[None, :], a, 0.0)
+    for part in tl.static_range(2):  # three rounds, then two
+        gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
+        product = gram.to(narrow)
+        for i in tl.static_range(3 - part):
+            operand = gram.to(narrow)
+            square = tl.dot(operand, operand, input_precision=PRECISION)
+            by = (unit + b * gram + c * square).to(narrow)
+            product = tl.dot(by, product, input_precision=PRECISION).to(narrow) if i else by
+            if i + part < 2:
+                half = tl.dot(operand, by, input_precision=PRECISION).to(narrow)
+                gram = tl.dot(by, half, input_precision=PRECISION)
+        x = tl.dot(product, x, input_precision=PRECISION).to(narrow)
+    tl.store(out + at, x, ok)
+
+
+def symmetric(
+    x: Tensor,
+    y: Tensor,
+    *,
+    by: float = 1.0,
+    plus: tuple[float, Tensor] | None = None,
+    unit: float = 0.0,
+    out: Tensor | None = None,
+    config: Config = SYMMETRIC,
+) -> Tensor:
+    """by · x y, plus a multiple of a third matrix and of the unit matrix, known to be symmetric.
+
+    x: (n, S, K), y: (n, K, S), also as views that are transposed. plus: factor and (n, S, S). Only
+    the tiles on and below the diagonal are computed, the others are their mirror images.
+    """
+    n, S, K = x.shape
+    assert y.shape == (n, K, S), (x.shape, y.shape)
+    if out is None:
+        out = torch.empty(n, S, S, dtype=x.dtype, device=x.device)
+    factor, z = plus or (0.0, None)
+    _check(out, *(() if z is None else (z,)))
+    tile = min(config["TILE"], max(16, triton.next_power_of_2(S)))
+    inner = min(config["INNER"], max(16, triton.next_power_of_2(K)))
+    rows = triton.cdiv(S, tile)
+    shape = {"TILE": tile, "INNER": inner, "ROWS": rows, "PRECISION": _precision(x)}
+    shape["WHOLE"] = S % tile == 0 and K % inner == 0
+    _symmetric[(n * rows * (rows + 1) // 2,)](
+        x, y, z, out, *x.stride(), *y.stride(), S, K, by, factor, unit, **{**config, **shape}
+    )
+    return out
+
+
+@jit
+def _symmetric(
+    x, y, z, out, x_batch, x_row, x_column, y_batch, y_row, y_column, S, K, by, factor, unit,
+    TILE: tl.constexpr, INNER: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: one tile, and its mirror image."""
+    TILES: tl.constexpr = ROWS * (ROWS + 1) // 2
+    n = (tl.program_id(0) // TILES).to(tl.int64)
+    tile = tl.program_id(0) % TILES
+    i = tl.full((), 0, tl.int32)
+    for number in tl.static_range(1, ROWS):
+        i += (tile >= number * (number + 1) // 2).to(tl.int32)
+    j = tile - i * (i + 1) // 2
+    row = i * TILE + tl.arange(0, TILE)
+    column = j * TILE + tl.arange(0, TILE)
+    inner = tl.arange(0, INNER)
+    left = (x + n * x_batch) + (row[:, None] * x_row + inner[None, :] * x_column)
+    right = (y + n * y_batch) + (inner[:, None] * y_row + column[None, :] * y_column)
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for k in range(0, K, INNER):
+        if WHOLE:
+            a = tl.load(left)
+            b = tl.load(right)
+        else:
+            a = tl.load(left, (row[:, None] < S) & (inner[None, :] < K - k), 0.0)
+            b = tl.load(right, (inner[:, None] < K - k) & (column[None, :] < S), 0.0)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        left += INNER * x_column
+        right += INNER * y_row
+    total = by * total + tl.where(row[:, None] == column[None, :], unit, 0.0)
+    ok = (row[:, None] < S) & (column[None, :] < S)
+    at = row[:, None] * S + column[None, :]
+    if z is not None:
+        total += factor * tl.load((z + n * S * S) + at, ok, 0.0).to(tl.float32)
+    out += n * S * S
+    result = total.to(out.dtype.element_ty)
+    tl.store(out + at, result, ok)
+    if i != j:
+        mirror = column[:, None] * S + row[None, :]
+        tl.store(out + mirror, tl.trans(result), (column[:, None] < S) & (row[None, :] < S))
 
 
 # What they share

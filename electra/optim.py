@@ -25,6 +25,8 @@ from .errors import CorruptError
 from .exchange import _ALIGN, Exchange
 
 _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
+QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of the Muon paper: x, x³, x⁵
+GRAM = False  # Muon by Gram matrices (`by_gram`): off as long as it has not been timed
 
 
 class _Slot(NamedTuple):
@@ -40,6 +42,14 @@ class _Slot(NamedTuple):
     def matrices(self, flat: Tensor) -> tuple[Tensor, ...]:
         """The parameter as the matrices it consists of: queries, keys and values are three."""
         return self.of(flat).chunk(3 if self.name.endswith("qkv.weight") else 1)
+
+
+class _Stack(NamedTuple):
+    """Muon's matrices of one shape and rate."""
+
+    factor: float
+    ps: list[Tensor]
+    us: list[Tensor]  # lie where the gradients lay: what `nesterov` makes of them
 
 
 class Adam:
@@ -114,9 +124,13 @@ class Adam:
         if self.kernel:
             self._table = self._by_chunk(multipliers or {}).to(device)
         self._groups, factors = self._by_rate(multipliers or {}, hidden)
-        self._matrices = self._by_shape(multipliers or {}, hidden)
+        turned = {name for name in hidden if (multipliers or {}).get(name, 1.0)}
+        self._gram = by_gram(device)
+        self._own = kernel
+        self._stretches = self._of_muon(turned)
+        self._families = self._by_shape(multipliers or {}, turned)
         self._factors = torch.tensor(factors, device=device)
-        groups = len(factors) + len(self._matrices)
+        groups = len(factors) + len(self._families)
         many = device.type == "cuda" and groups > 2
         self._streams = [torch.cuda.Stream(device) for _ in range(groups)] if many else []
         self._at_work: list[torch.cuda.Stream] = []
@@ -148,6 +162,7 @@ class Adam:
         self._missing: Counter[int] = Counter()  # how many of them, by piece
         self._arrived: dict[int, Tensor] = {}  # those that are not yet in the buffer
         self.judge = self.judge_norm  # or the same, compiled
+        self.momentum = self.nesterov  # likewise
         self._first = True
         self._earlier: Sequence[Tensor | None] | None = None
         self.hooks = [
@@ -177,10 +192,7 @@ class Adam:
                 continue
             decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
             parts = groups.setdefault((decay, multipliers.get(slot.name, 1.0)), [])
-            if parts and parts[-1].stop == slot.start:
-                parts[-1] = slice(parts[-1].start, end)
-            else:
-                parts.append(slice(slot.start, end))
+            _join(parts, slice(slot.start, end))
         pieces = self.exchange.pieces
         own: list[tuple[float, list[tuple[Tensor, ...]]]] = []
         for (decay, _), parts in groups.items():
@@ -195,21 +207,32 @@ class Adam:
                         own[-1][1].append((self.master[a:b], self.grad[a:b], m[mine], v[mine]))
         return own, [rate for _, rate in groups]
 
-    def _by_shape(
-        self, multipliers: Mapping[str, float], hidden: set[str]
-    ) -> list[tuple[float, list[list[Tensor]]]]:
-        """(factor of the rate, [p, g, m] of each matrix) of Muon's matrices of equal shape."""
-        groups: dict[tuple[float, torch.Size], list[list[Tensor]]] = {}
+    def _of_muon(self, turned: set[str]) -> list[tuple[Tensor, Tensor]]:
+        """Gradients and momentum of Muon's matrices, as few long vectors."""
+        parts: list[slice] = []
+        ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
+        for slot, end in zip(self.slots, ends, strict=True):
+            if slot.name in turned:
+                _join(parts, slice(slot.start, end))
+        return [(self.grad[part], self.m[part]) for part in parts]
+
+    def _by_shape(self, multipliers: Mapping[str, float], turned: set[str]) -> list[list[_Stack]]:
+        """Muon's matrices by rate and shape; inside, those that are turned together."""
+        stacks: dict[tuple[float, torch.Size], _Stack] = {}
         for slot in self.slots:
-            factor = multipliers.get(slot.name, 1.0)
-            if slot.name not in hidden or not factor:
+            if slot.name not in turned:
                 continue
-            for matrix in zip(*map(slot.matrices, (self.master, self.grad, self.m)), strict=True):
-                groups.setdefault((factor, matrix[0].shape), []).append(list(matrix))
-        return [
-            (factor, [list(tensors) for tensors in zip(*matrices, strict=True)])
-            for (factor, _), matrices in groups.items()
-        ]
+            factor = multipliers.get(slot.name, 1.0)
+            for p, u in zip(slot.matrices(self.master), slot.matrices(self.grad), strict=True):
+                stack = stacks.setdefault((factor, p.shape), _Stack(factor, [], []))
+                stack.ps.append(p)
+                stack.us.append(u)
+        if not self._gram:
+            return [[stack] for stack in stacks.values()]
+        families: dict[int, list[_Stack]] = {}
+        for (_, shape), stack in stacks.items():
+            families.setdefault(min(shape), []).append(stack)
+        return list(families.values())
 
     def accumulate(
         self,
@@ -310,7 +333,7 @@ class Adam:
 
     def _update(self, lr: Tensor, rates: Tensor, divisor: Tensor, skip: Tensor, t: Tensor) -> None:
         """By the kernel behind torch.optim.AdamW(fused=True), with the clip as its gradient scale
-        and the skip as its overflow flag; matrices of Muon by `_muon`."""
+        and the skip as its overflow flag; matrices of Muon by `_muon`. Both use up the gradient."""
         c = self.config
         for i, (decay, parts) in enumerate(self._groups):
             if not parts:  # all of them in other processes' shares
@@ -334,10 +357,11 @@ class Adam:
                     grad_scale=divisor,
                     found_inf=skip,
                 )
-        for i, (factor, (ps, gs, ms)) in enumerate(self._matrices, len(self._groups)):
+        for g, m in self._stretches:
+            self.momentum(g, m, divisor, skip)
+        for i, family in enumerate(self._families, len(self._groups)):
             with self._beside(i):
-                rate = lr * (factor * c.muon_rate / c.learning_rate)
-                self._muon(ps, gs, ms, rate, divisor, skip)
+                self._muon(family, lr, skip)
         while self._at_work:  # a share of the parameters has no part in some groups
             torch.cuda.current_stream().wait_stream(self._at_work.pop())
 
@@ -362,33 +386,39 @@ class Adam:
         self.worst_in_a_row.copy_(torch.maximum(self.worst_in_a_row, in_a_row))
         return norm, divisor, skip, t, lr * self._factors
 
-    def _muon(
-        self,
-        ps: list[Tensor],
-        gs: list[Tensor],
-        ms: list[Tensor],
-        lr: Tensor,
-        divisor: Tensor,
-        skip: Tensor,
-    ) -> None:
-        """Muon (Jordan et al. 2024) on matrices of one shape, all at once.
-
-        m ← μ m + (1 − μ) g;  u = (1 − μ) g + μ m;  p ← p − lr · (0.2 √max(rows, columns) · O(u)
-        + wd · p), where O(u) has u's singular vectors and singular values near 1. The factor gives
-        the update the size of Adam's (Liu et al. 2025), so that rates and decay are comparable.
-        """
-        c, mu = self.config, self.config.muon_momentum
-        m = torch.stack(ms)
+    def nesterov(self, g: Tensor, m: Tensor, divisor: Tensor, skip: Tensor) -> None:
+        """m ← μ m + (1 − μ) g / divisor, and g becomes (1 − μ) g / divisor + μ m."""
+        mu = self.config.muon_momentum
         # In a step that is left out g is m: then m stays, and nothing that is not finite remains.
-        g = torch.where(skip > 0, m, torch.stack(gs) / divisor)
-        m = m.lerp_(g, 1 - mu)
-        o = orthogonal(g.lerp_(m, mu), torch.bfloat16 if g.is_cuda else torch.float32)
-        lr = lr * (1 - skip)
-        o = o * (-0.2 * math.sqrt(max(ps[0].shape)) * lr)
-        torch._foreach_copy_(ms, m.unbind())  # pyright: ignore[reportPrivateImportUsage]
-        if c.weight_decay:
-            torch._foreach_mul_(ps, (1 - c.weight_decay * lr).view(()))  # pyright: ignore[reportPrivateImportUsage]
-        torch._foreach_add_(ps, o.unbind())  # pyright: ignore[reportPrivateImportUsage]
+        torch.where(skip > 0, m, g / divisor, out=g)
+        m.lerp_(g, 1 - mu)
+        g.lerp_(m, mu)
+
+    def _muon(self, family: list[_Stack], lr: Tensor, skip: Tensor) -> None:
+        """Muon (Jordan et al. 2024) on the matrices of one shape, or smaller side, all at once.
+
+        p ← p − lr · (0.2 √max(rows, columns) · O(u) + wd · p), u of `nesterov`, where O(u) has u's
+        singular vectors and singular values near 1. The factor gives the update the size of Adam's
+        (Liu et al. 2025), so that rates and decay are comparable.
+        """
+        c = self.config
+        us = [torch.stack(stack.us) for stack in family]
+        for (factor, ps, _), o in zip(family, self._turn(us), strict=True):
+            rate = lr * (factor * c.muon_rate / c.learning_rate) * (1 - skip)
+            # Three dimensions: the product is float32 where o is narrower.
+            o = o * (-0.2 * math.sqrt(max(ps[0].shape)) * rate).view(1, 1, 1)
+            if c.weight_decay:
+                torch._foreach_mul_(ps, (1 - c.weight_decay * rate).view(()))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(ps, o.unbind())  # pyright: ignore[reportPrivateImportUsage]
+
+    def _turn(self, us: list[Tensor]) -> list[Tensor]:
+        """O(u) of the stacks of a family, in the type it is computed in."""
+        if self._gram:
+            dtype = torch.float16 if us[0].is_cuda else torch.float32
+            if self._own and all(kernels.turns(u) for u in us):
+                return [kernels.orthogonal(u, dtype, QUINTIC) for u in us]
+            return orthogonal_by_gram(us, dtype, kernel=self._own)
+        return [orthogonal(u, torch.bfloat16 if u.is_cuda else torch.float32) for u in us]
 
     def _is_spike(self, norm: Tensor) -> Tensor:
         """Judge `norm` by the good ones before it and remember it if it is one of them."""
@@ -473,6 +503,13 @@ class Adam:
         self._refresh()
 
 
+def _join(parts: list[slice], part: slice) -> None:
+    """Append a stretch, or make the last one longer where it begins at its end."""
+    if parts and parts[-1].stop == part.start:
+        part = slice(parts.pop().start, part.stop)
+    parts.append(part)
+
+
 def added(earlier: Sequence[Tensor | None] | None, grads: Sequence[Tensor | None]) -> list[Tensor]:
     """Gradients of a sum of two terms, each None where its term does not lead to a parameter."""
     total: list[Tensor] = []
@@ -489,14 +526,62 @@ def orthogonal(u: Tensor, dtype: torch.dtype) -> Tensor:
     Five rounds of a quintic Newton-Schulz iteration with the coefficients of the Muon paper, which
     lift small singular values as fast as possible instead of converging to exactly 1.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = (u / u.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)).to(dtype)
+    a, b, c = QUINTIC
+    x = _of_norm_one(u, dtype)
     tall = u.shape[1] > u.shape[2]
     for _ in range(5):
         square = x.mT @ x if tall else x @ x.mT  # of the smaller side
         by = torch.baddbmm(square, square, square, beta=b, alpha=c)
         x = torch.baddbmm(x, *((x, by) if tall else (by, x)), beta=a)
-    return x.to(u.dtype)
+    return x
+
+
+def by_gram(device: torch.device) -> bool:
+    """Whether Muon's matrices of equal smaller side are turned together, by their Gram matrices."""
+    return GRAM and device.type == "cuda"
+
+
+def orthogonal_by_gram(
+    us: Sequence[Tensor], dtype: torch.dtype, *, kernel: bool = False
+) -> list[Tensor]:
+    """`orthogonal` of several stacks whose smaller side is the same, in products they share.
+
+    A round multiplies x by a polynomial `by` of its Gram matrix A, so that the next Gram matrix is
+    by A by: what rounds need of x has the size of its smaller side. What rounding adds to A grows
+    twelvefold in a round where singular values are small, so A is computed from x once more after
+    three rounds. float16 has three bits more than bfloat16, and x, of norm 1, needs no more range:
+    with it the result is closer to the exact one than `orthogonal` is in bfloat16.
+    kernel: multiply by an own kernel, which knows that all but the last products are symmetric.
+    """
+    a, b, c = QUINTIC
+    xs = [_of_norm_one(u, dtype) for u in us]
+    tall = [u.shape[1] > u.shape[2] for u in us]
+    sizes, side = [len(u) for u in us], min(us[0].shape[1:])
+    times = kernels.symmetric if kernel else torch.bmm
+    unit = None if kernel else a * torch.eye(side, dtype=dtype, device=us[0].device)
+    for rounds in (3, 2):
+        gram = xs[0].new_empty(sum(sizes), side, side)
+        for x, is_tall, own in zip(xs, tall, gram.split(sizes), strict=True):
+            times(*((x.mT, x) if is_tall else (x, x.mT)), out=own)
+        product = gram
+        for i in range(rounds):
+            if unit is None:
+                by = kernels.symmetric(gram, gram, by=c, plus=(b, gram), unit=a)
+            else:  # into a matrix of its own: torch would copy one that has to stay
+                by = torch.add(unit, gram, alpha=b).baddbmm_(gram, gram, alpha=c)
+            product = times(by, product) if i else by
+            if i + 1 < rounds:
+                gram = times(by, times(gram, by))
+        xs = [
+            x @ own.mT if is_tall else own @ x
+            for x, is_tall, own in zip(xs, tall, product.split(sizes), strict=True)
+        ]
+    return xs
+
+
+def _of_norm_one(u: Tensor, dtype: torch.dtype) -> Tensor:
+    norm = u.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    return torch.div(u, norm, out=torch.empty_like(u, dtype=dtype))
 
 
 def is_hidden(name: str) -> bool:

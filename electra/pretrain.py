@@ -51,7 +51,7 @@ from .objectives import (
     build_objective,
     disc_share,
 )
-from .optim import Adam, added, learning_rate
+from .optim import Adam, added, by_gram, learning_rate
 from .plan import make_plan
 from .randomness import StepRng
 from .rundir import (
@@ -483,6 +483,8 @@ class Trainer:
             self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)
             self.close = compiled(close_step)
             self.optimizer.judge = compiled(self.optimizer.judge_norm)
+            if by_gram(self.runtime.device):  # one pass over long vectors instead of four
+                self.optimizer.momentum = compiled(self.optimizer.nesterov)
 
     # ------------------------------------------------------------------ the step
 

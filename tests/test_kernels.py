@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from electra import fused, kernels
+from electra import fused, kernels, optim
 from electra.config import EncoderConfig
 from electra.corruption import lay_out, sample
 from electra.encoder import Block, Embeddings, Encoder
@@ -979,3 +979,49 @@ def test_long_sequences_fit_where_they_are_wanted_and_not_padded(
         objective = build_objective(c, 30, SpecialIds(0, 1, 2, 3, 4), padded=padded)
         with pytest.raises(ElectraError, match=f"do not do {reason}"):
             _use_kernels(objective, c, here)
+
+
+@pytest.mark.parametrize("shape", [(2, 64, 64), (3, 20, 50), (2, 256, 64), (1, 64, 256)])
+def test_all_rounds_of_muon_on_chip_are_the_rounds(shape: tuple[int, int, int]) -> None:
+    """Singular values over three decades: in float16 that needs Gram matrices made anew."""
+    torch.manual_seed(3)
+    left, values, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    u = (1e-4 * left * torch.logspace(0, -3, values.shape[1]) @ right).to(DEVICE)
+    exact = optim.orthogonal(u.double(), torch.float64)
+    for dtype, bound in ((torch.float32, 2e-4), (torch.float16, 2e-2)):
+        ours = kernels.orthogonal(u, dtype, optim.QUINTIC)
+        assert ours.dtype == dtype
+        assert (ours.double() - exact).norm() < bound * exact.norm()
+        assert torch.linalg.matrix_norm(ours.double(), 2).max() < 1.22
+        assert not kernels.orthogonal(torch.zeros_like(u), dtype, optim.QUINTIC).any()
+
+
+def test_matrices_that_are_too_large_for_one_program_are_refused() -> None:
+    for shape, fits in (((1, 64, 256), True), ((1, 257, 8), False), ((1, 65, 65), False)):
+        assert kernels.turns(torch.zeros(shape)) == fits
+    with pytest.raises(AssertionError):
+        kernels.orthogonal(torch.zeros(1, 65, 65, device=DEVICE), torch.float16, optim.QUINTIC)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("S", "K", "tile"), [(64, 64, 32), (40, 70, 16), (7, 5, 128), (96, 32, 32)]
+)
+def test_a_symmetric_product_is_the_product(S: int, K: int, tile: int, dtype: torch.dtype) -> None:
+    """One tile, several, and ones that matrices do not fill; transposed views; into a stack."""
+    torch.manual_seed(S)
+    config = kernels.SYMMETRIC | {"TILE": tile, "INNER": 32}
+    wide, tall, z = (draw(3, *size, dtype=dtype) for size in ((S, K), (K, S), (S, S)))
+    z = z + z.mT
+    stack = torch.zeros(5, S, S, dtype=dtype, device=DEVICE)
+    for x, y in ((wide, wide.mT), (tall.mT, tall)):
+        got = kernels.symmetric(
+            x, y, by=0.5, plus=(-2.0, z), unit=3.0, out=stack[1:4], config=config
+        )
+        assert got.data_ptr() == stack[1].data_ptr()
+        exact = 0.5 * x.double() @ y.double() - 2.0 * z.double() + 3.0 * torch.eye(S, device=DEVICE)
+        close(got, exact, dtype)
+        assert torch.equal(got, got.mT)
+        assert not stack[0].any()
+        assert not stack[4].any()
+        close(kernels.symmetric(x, y, config=config), x.double() @ y.double(), dtype)

@@ -11,12 +11,12 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from electra import kernels
+from electra import kernels, optim
 from electra.config import OptimConfig
 from electra.encoder import LayerNorm
 from electra.errors import CorruptError
 from electra.exchange import Exchange
-from electra.optim import Adam, is_decayed, learning_rate, orthogonal
+from electra.optim import Adam, is_decayed, learning_rate, orthogonal, orthogonal_by_gram
 
 
 class Net(nn.Module):
@@ -264,6 +264,78 @@ def test_singular_values_come_near_one_and_their_vectors_stay(shape: tuple[int, 
         ours - torch.diag_embed(lifted), torch.zeros_like(ours), atol=1e-4, rtol=0
     )
     assert not orthogonal(torch.zeros(2, *shape), torch.float32).any()
+
+
+SHAPES = [(3, 16, 16), (2, 40, 16), (1, 16, 70)]  # square, tall, wide
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize(("decades", "bound"), [(1, 1e-5), (4, 1e-3)])
+def test_rounds_on_gram_matrices_lead_to_the_same(decades: int, bound: float, kernel: bool) -> None:
+    """Of stacks of one smaller side together, in float32; small singular values lose more bits."""
+    if kernel and not kernels.available():
+        pytest.skip("Triton is not installed")
+    device = torch.device("cuda" if torch.cuda.is_available() and kernel else "cpu")
+    draw = torch.Generator().manual_seed(2)
+    falling = torch.logspace(0, -decades, 16)
+    us: list[Tensor] = []
+    for shape in SHAPES:
+        left, _, right = torch.linalg.svd(torch.randn(shape, generator=draw), full_matrices=False)
+        us.append((1e-3 * (left * falling) @ right).to(device))
+    for u, ours in zip(us, orthogonal_by_gram(us, torch.float32, kernel=kernel), strict=True):
+        for one, other in zip(ours, orthogonal(u, torch.float32), strict=True):
+            assert (one - other).norm() < bound * other.norm()
+    zeros = [torch.zeros_like(u) for u in us]
+    for nothing in orthogonal_by_gram(zeros, torch.float32, kernel=kernel):
+        assert not nothing.any()
+
+
+@pytest.mark.parametrize("way", ["torch", "on chip", "symmetric"])
+def test_ten_steps_by_gram_matrices_are_those_without(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    kernel = way != "torch"
+    if kernel and not kernels.available():
+        pytest.skip("Triton is not installed")
+    if way == "symmetric":
+        monkeypatch.setattr(kernels, "MOST_TURNED", (4, 4))  # too small for what follows
+    factors = {"blocks.1.up.weight": 0.5, "blocks.1.down.weight": 0.0}
+    plain = Adam(blocks(), MUON, multipliers=factors)
+    assert len(plain._families) == 4  # (7, 7), (11, 7) twice, (7, 11)
+    monkeypatch.setattr(optim, "by_gram", lambda _: True)
+    ways: set[str] = set()
+    for place, name in ((kernels, "orthogonal"), (kernels, "symmetric"), (torch, "bmm")):
+        own = getattr(place, name)
+
+        def noted(*a: Any, own: Any = own, name: str = name, **k: Any) -> Any:
+            ways.add(name)
+            return own(*a, **k)
+
+        monkeypatch.setattr(place, name, noted)
+    device = torch.device("cuda" if torch.cuda.is_available() and kernel else "cpu")
+    gram = Adam(blocks().to(device), MUON, multipliers=factors, kernel=kernel)
+    assert len(gram._families) == 1  # all have a side of seven
+    for step in range(10):
+        grads = gradients(blocks(), step, scale=3.0)
+        if step == 4:
+            grads["blocks.0.up.weight"][0, 0] = float("nan")
+        apply(plain, grads, 0.01, step)
+        gram.accumulate([grads[slot.name].to(device) for slot in gram.slots], first=True)
+        gram.step(torch.tensor([0.01], device=device), torch.tensor(step, device=device))
+    assert ways == {{"torch": "bmm", "on chip": "orthogonal"}.get(way, way)}
+    bound = 1e-4 if device.type == "cpu" else 1e-2  # float16 on a GPU
+    one, two, before = snapshot(plain), snapshot(gram), snapshot(Adam(blocks(), MUON))
+    for name, tensor in one["model"].items():
+        moved = (tensor - before["model"][name]).norm()
+        assert (two["model"][name].cpu() - tensor).norm() <= bound * moved, name
+        torch.testing.assert_close(two["m"][name].cpu(), one["m"][name])
+
+
+def test_gram_matrices_are_for_a_gpu_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not optim.GRAM
+    monkeypatch.setattr(optim, "GRAM", True)
+    assert not optim.by_gram(torch.device("cpu"))
+    assert optim.by_gram(torch.device("cuda"))
 
 
 # ---------------------------------------------------------------------- broken gradients

@@ -410,6 +410,40 @@ def test_it_learns_the_language(
     assert last["disc_auc"] > 0.6
 
 
+def test_muon_by_gram_matrices_trains_alike(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forty steps, with a rate per network, whose matrices share their products; also with the
+    momentum compiled, that is traced and run as it is."""
+    rates = {"kind": "muon", "learning_rate": 5e-3, "muon_rate": 5e-3, "generator_rate": 0.5}
+    config = replace(micro, optim=replace(micro.optim, **rates))
+    config = with_run(config, train_steps=40, log_every=10, eval_every=1000, save_every=1000)
+    turned, calls = optimizer.orthogonal_by_gram, list[int]()
+
+    def noted(us: list[Tensor], dtype: torch.dtype, *, kernel: bool) -> list[Tensor]:
+        calls.append(len(us))
+        return turned(us, dtype, kernel=kernel)
+
+    monkeypatch.setattr(optimizer, "orthogonal_by_gram", noted)
+    in_few_seconds(monkeypatch)
+    found: list[list[float]] = []
+    for way, gram, compile in (
+        ("plain", False, "no"),
+        ("gram", True, "no"),
+        ("traced", True, "yes"),
+    ):
+        monkeypatch.setattr(optimizer, "by_gram", lambda _, gram=gram: gram)
+        monkeypatch.setattr(loop, "by_gram", lambda _, gram=gram: gram)
+        calls.clear()
+        pretrain(with_run(config, compile=compile), corpus, tmp_path / way, quiet=True)
+        assert max(calls, default=0) > 1 if gram else not calls  # shapes or rates side by side
+        lines = [m for m in metrics(tmp_path / way) if m["kind"] == "train"]
+        found.append([m[key] for m in lines for key in ("mlm_loss", "disc_loss", "grad_norm")])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert found[1] == pytest.approx(found[2], rel=1e-3)
+    assert found[0] != found[1]
+
+
 # ---------------------------------------------------------------------- time
 
 
