@@ -137,11 +137,11 @@ def stacks(module: torch.nn.Module, settings: Any) -> dict[int, list[Tensor]]:
 
 def step(module: torch.nn.Module, settings: Any, *, gram: bool, compiled: bool) -> Row:
     """Of the optimizer alone, on gradients that are given. They change as it uses them up."""
-    before, optim.GRAM = optim.GRAM, gram
+    before, optim.by_gram = optim.by_gram, lambda _: gram
     try:
         adam = optim.Adam(module, settings, working_dtype=WORKING, kernel=CUDA)
     finally:
-        optim.GRAM = before
+        optim.by_gram = before
     if compiled:
         adam.judge = torch.compile(adam.judge_norm, fullgraph=True, dynamic=False)
         if gram:

@@ -51,13 +51,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
     "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
-    "long": {"settings": KERNELS, "set": {"fused.LONG": True}},
     "plain": {},
     "muon": {"settings": {**KERNELS, "optim.kind": "muon"}},
-    "muon, gram": {
-        "settings": {**KERNELS, "optim.kind": "muon"},
-        "set": {"optim.GRAM": True},
-    },
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
     "combo": {"inductor": {"combo_kernels": True}},

@@ -29,7 +29,6 @@ from . import kernels
 from .config import EncoderConfig, PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
-LONG = False  # whether longer sequences are taken: not measured yet
 
 # Bytes of h and act that a network keeps for the backward pass. With batch 128 all layers of
 # `small` do, in 0.5 GiB. With batch 1,024 that would be 3.7 GiB, and 13.1 in all: 8 of 12 do, which
@@ -46,11 +45,8 @@ def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | 
 
     padded: whether some sequences of the corpus are shorter than others, alone or in shared rows.
     """
-    if config.data.sequence_length > LONGEST:
-        if not LONG:
-            return f"sequences longer than {LONGEST} tokens"
-        if padded:
-            return f"padding in sequences longer than {LONGEST} tokens"
+    if config.data.sequence_length > LONGEST and padded:
+        return f"padding in sequences longer than {LONGEST} tokens"
     for e in (config.encoder, config.generator_encoder):
         if e.head_size not in (16, 32, 64):
             return f"attention heads of {e.head_size}"

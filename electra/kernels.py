@@ -34,7 +34,7 @@ MOST_TOKENS = 128  # whose attention one program holds on chip
 LOG2_E = 1.4426950408889634
 
 ATTENTION: Config = {
-    "ROWS": 128, "PROGRAMS": 10**6, "STAGES": 1, "num_warps": 8, "num_stages": 1
+    "ROWS": 128, "PROGRAMS": 264, "STAGES": 2, "num_warps": 8, "num_stages": 1, "maxnreg": 128
 }  # fmt: skip
 # Heads that are read ahead fill the memory of a multiprocessor: one program on each.
 ATTENTION_BACKWARD: Config = {"PROGRAMS": 132, "STAGES": 3, "num_warps": 8, "num_stages": 1}
@@ -106,6 +106,8 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     shape["ROWS"] = min(shape["TILE"], 32 if wide else config["ROWS"])
     if shape["ROWS"] < shape["TILE"]:
         shape["WHOLE"], tensors = False, (qkv, o)
+    if shape["PACKED"]:  # whose numbers take the registers that the next sequence would need
+        shape["STAGES"] = 1
     grid = (rows * H, triton.cdiv(T, shape["ROWS"]))
     _attention[grid](*tensors, mask, B, T, LOG2_E / math.sqrt(K), **shape)
     return o

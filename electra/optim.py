@@ -26,7 +26,6 @@ from .exchange import _ALIGN, Exchange
 
 _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of the Muon paper: x, x³, x⁵
-GRAM = False  # Muon by Gram matrices (`by_gram`): off as long as it has not been timed
 
 
 class _Slot(NamedTuple):
@@ -538,7 +537,7 @@ def orthogonal(u: Tensor, dtype: torch.dtype) -> Tensor:
 
 def by_gram(device: torch.device) -> bool:
     """Whether Muon's matrices of equal smaller side are turned together, by their Gram matrices."""
-    return GRAM and device.type == "cuda"
+    return device.type == "cuda"
 
 
 def orthogonal_by_gram(

@@ -121,7 +121,7 @@ class Model:
         wanted = config.run.kernels != "no" and config.run.precision != "fp32"
         is_electric = config.objective.kind == "electric"  # its towers do without
         fits = fused.unfit(config, torch.bfloat16, padded=self.padded) is None
-        fits &= config.data.sequence_length <= fused.LONGEST  # beyond, they are not measured
+        fits &= config.data.sequence_length <= fused.LONGEST  # beyond, OWN is not fitted
         return device.kernels and wanted and fits and not is_electric
 
     def sequence_bytes(self, device: Device) -> float:
