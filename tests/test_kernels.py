@@ -280,16 +280,13 @@ def test_attention_and_its_gradient_are_those_of_the_definition(
     check_attention(qkv, mask, do)
 
 
-def check_attention(
-    qkv: Tensor,
-    mask: Tensor | None,
-    do: Tensor,
-    config: dict[str, Any] = kernels.ATTENTION_BACKWARD,
-) -> None:
+def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor, **change: int) -> None:
+    """change: of the configuration, forward and backward."""
     if CUDA and qkv.dtype == torch.float32 and qkv.shape[1] > 33:
         pytest.skip("half a minute for the compiler, and training takes bfloat16")
     o, dqkv, dbias = attention_in_float64(qkv, mask, do)
-    close(kernels.attention(qkv, mask), o, qkv.dtype)
+    close(kernels.attention(qkv, mask, kernels.ATTENTION | change), o, qkv.dtype)
+    config = kernels.ATTENTION_BACKWARD | change
     got, partial = kernels.attention_backward(qkv, mask, do, config)
     close(got, dqkv, qkv.dtype)
     close(partial.sum(0), dbias, qkv.dtype)
@@ -354,11 +351,11 @@ def test_rows_at_a_time_change_nothing(rows: int) -> None:
     ("T", "mask"),
     [(32, "none"), (32, "padded"), (32, "packed"), (20, "none"), (20, "padded"), (128, "none")],
 )
-def test_the_gradient_of_attention_does_not_depend_on_how_programs_share_the_heads(
+def test_attention_and_its_gradient_do_not_depend_on_how_programs_share_the_heads(
     T: int, mask: str, programs: int
 ) -> None:
     torch.manual_seed(T)
-    B, H, K = (2, 1, 64) if T == 128 else (3, 5, 16)
+    B, H, K = (3, 1, 64) if T == 128 else (3, 5, 16)
     qkv = torch.randn(B, T, 3, H, K).to(DEVICE, NARROW)
     do = torch.randn(B, T, H * K).to(DEVICE, NARROW)
     lengths = torch.tensor([[T, 0], [7, T - 7], [0, 0]])  # the last: nothing but padding
@@ -368,10 +365,12 @@ def test_the_gradient_of_attention_does_not_depend_on_how_programs_share_the_hea
         "padded": torch.arange(T, device=DEVICE) < lengths[:, :1].to(DEVICE),
         "packed": example.int(),
     }[mask]
+    check_attention(qkv, seen, do, PROGRAMS=programs)
     config = kernels.ATTENTION_BACKWARD | {"PROGRAMS": programs}
-    check_attention(qkv, seen, do, config)
     first, second = (kernels.attention_backward(qkv, seen, do, config) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    few = kernels.attention(qkv, seen, kernels.ATTENTION | {"PROGRAMS": programs})
+    assert torch.equal(few, kernels.attention(qkv, seen))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
