@@ -326,6 +326,7 @@ def _train(
                         gc.collect()  # the optimizer before refers to itself, and is large
                         make_ready(step)
                 if trainer.needs_block:
+                    trainer.keep_pace()
                     seconds = runtime.agree(clock.read())
                     progress = progress_at(step, seconds)
                     if progress >= 1.0:  # the clock ends the run between two lines
@@ -550,14 +551,18 @@ class Trainer:
         ends = range(size, self.rows + size, size)
         self.micro_batches = [slice(end - size, min(end, self.rows)) for end in ends]
 
+    def keep_pace(self) -> None:
+        """Until a GPU has begun the block before: steps are then at most a block ahead of the
+        clock, which is read after this."""
+        if self._begun is not None:
+            self._begun.synchronize()
+
     def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
         """Bring the batches, learning rates and shares of λ of the next steps to the device.
 
-        Asked for while a GPU works on the block before, which it has then begun: it never waits,
-        and the clock is at most a block ahead of it.
+        Asked for while a GPU works on the block before, so that it never waits.
         """
-        if self._begun is not None:
-            self._begun.synchronize()
+        self.keep_pace()
         block, device = self.batches.block(step, self.block_steps), self.runtime.device
         if self.block is None:
             self.block = block

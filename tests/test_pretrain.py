@@ -469,6 +469,29 @@ def test_minutes_end_the_run_and_take_the_rate_to_zero(
     assert rates[-1] < 0.05 * max(rates)
 
 
+def test_the_clock_is_read_when_the_device_has_come_to_the_block_before(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be read two blocks too early: rates late, and the end of a run as well."""
+    order: list[str] = []
+    begun: Any = SimpleNamespace(synchronize=lambda: order.append("begun"))
+
+    def load_block(trainer: loop.Trainer, *a: Any, own: Any = loop.Trainer.load_block) -> None:
+        order.append("load")
+        own(trainer, *a)
+        trainer._begun = begun
+
+    def agree(_: Any, number: float) -> float:
+        order.append("clock")
+        return number
+
+    monkeypatch.setattr(loop.Trainer, "load_block", load_block)
+    monkeypatch.setattr(runtimes.Runtime, "agree", agree)
+    pretrain(with_run(micro, train_steps=4), corpus, tmp_path, quiet=True)
+    first = order.index("load")
+    assert order[first + 1 : -1] == ["begun", "clock", "load", "begun"] * 3  # then an evaluation
+
+
 def test_a_run_that_the_clock_ends_is_logged_to_its_end(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path
 ) -> None:
