@@ -71,7 +71,8 @@ class Encoder(nn.Module):
         if self.project is not None:
             h = self.project(h)  # (B, T, D)
         if mask is not None:
-            if mask.dtype != torch.bool and not self.blocks[0].fused:
+            ours = self.blocks[0].fused and fused.takes(h, mask)
+            if mask.dtype != torch.bool and not ours:
                 mask = mask[:, :, None] == mask[:, None]
             mask = mask[:, None] if mask.dim() == 3 else mask[:, None, None]
         for block in self.blocks[:-1]:

@@ -737,6 +737,23 @@ def test_a_long_block_with_padding_is_that_of_plain_pytorch() -> None:
         fused.block(h, mask, block.tensors(), 3, 1e-6, True)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_long_encoder_with_padding_is_that_of_plain_pytorch(packed: bool) -> None:
+    """Of several examples in a row as well, which own attention tells apart by their numbers."""
+    torch.manual_seed(0)
+    T = fused.LONGEST + 2
+    config = block_of(48, 80, 3, T).config
+    encoder = Encoder(config, Embeddings(config, 30)).to(DEVICE)
+    x = torch.randint(30, (2, T)).to(DEVICE)
+    mask = mask_of(T, [[T - 9, 9], [70, 0]] if packed else [T, 9])
+    results: list[Tensor] = []
+    for own in (False, True):
+        for block in encoder.blocks:
+            block.fused = own  # type: ignore[assignment]
+        results.append(encoder(x, torch.zeros_like(x), mask, None))
+    assert torch.equal(*results)
+
+
 def test_torchs_attention_is_called_as_it_wants_to_be() -> None:
     """What it takes and returns on a GPU, without one: shapes without values."""
     B, T, H, K = 2, fused.LONGEST + 1, 3, 16
