@@ -17,8 +17,6 @@ tests hold this file against it.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,9 +33,9 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 # stays below 12 GiB. (With 7 a step took 1.8 % longer than with all.)
 KEPT = 10 * 2**28
 
-# Whether a deterministic run looks its tokens up with `look_up`. By itself it is fast, with the same
-# bits in every call (`word gradient` of benchmarks/kernels.py and kernel_bits.py). Off until a whole
-# run with it was killed and ended with the same bits (benchmarks/reliability_gpu.py).
+# Whether a deterministic run looks its tokens up with `look_up`. By itself it is fast, with the
+# same bits in every call (`word gradient` of benchmarks/kernels.py and kernel_bits.py). Off until a
+# whole run with it was killed and ended with the same bits (benchmarks/reliability_gpu.py).
 IN_ORDER = False
 
 
@@ -147,8 +145,7 @@ def _attention_backward(
     if _has_flash(qkv):
         drawn = torch.empty(0, dtype=torch.uint64, device=qkv.device)  # for dropout: not read
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        with _repeatable():
-            grads = backward(do, q, k, v, o, lse, None, None, T, T, 0.0, False, drawn, drawn)
+        grads = backward(do, q, k, v, o, lse, None, None, T, T, 0.0, False, drawn, drawn)
     else:
         q, k, v, o, do = (t.float() for t in (q, k, v, o, do))
         p = (q @ k.mT / math.sqrt(K) - lse[..., None]).exp()
@@ -161,20 +158,6 @@ def _attention_backward(
 def _has_flash(x: Tensor) -> bool:
     """Elsewhere, in tests alone, attention is written out."""
     return x.is_cuda and x.dtype != torch.float32
-
-
-@contextmanager
-def _repeatable() -> Generator[None]:
-    """Where a run is to be deterministic, torch's attention is so only if it may not just warn."""
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if not (torch.are_deterministic_algorithms_enabled() and warns):
-        yield
-        return
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @block.register_fake

@@ -785,20 +785,6 @@ def test_torchs_attention_is_called_as_it_wants_to_be() -> None:
         assert got.is_contiguous()
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_torchs_attention_is_deterministic_where_a_run_is(asked: bool) -> None:
-    """A run asks torch to warn at most; then this attention would only warn."""
-    torch.use_deterministic_algorithms(asked, warn_only=True)
-    try:
-        with fused._repeatable():
-            assert torch.are_deterministic_algorithms_enabled() == asked
-            assert torch.is_deterministic_algorithms_warn_only_enabled() != asked
-        assert torch.are_deterministic_algorithms_enabled() == asked
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize("kind", ["full", "padded", "packed"])
 def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: str) -> None:
     padded = kind != "full"
