@@ -728,8 +728,9 @@ def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime)
         reasons.append("anything without Triton")
     if runtime.device.type != "cuda":
         reasons.append("a device that is no GPU")
-    elif torch.cuda.get_device_capability(runtime.device)[0] not in (9, 10):
-        # Others, also newer ones for desktops, have too little memory on a multiprocessor.
+    elif torch.version.hip or torch.cuda.get_device_capability(runtime.device)[0] not in (9, 10):
+        # Others, also newer ones for desktops, have too little memory on a multiprocessor. AMD's
+        # count in their own way: an MI300 says 9 as well.
         reasons.append("GPUs other than H100, H200, B200 and their like")
     reason = next((r for r in reasons if r is not None), None)
     if config.run.kernels == "yes" and reason is not None:

@@ -921,6 +921,29 @@ def test_deterministic_runs_with_own_kernels_look_up_in_order(
     assert [part.in_order for part in tables] == [said] * 2
 
 
+@pytest.mark.parametrize(
+    ("capability", "hip", "fits"),
+    [
+        ((9, 0), None, True),
+        ((10, 0), None, True),
+        ((8, 0), None, False),  # A100
+        ((12, 0), None, False),  # for desktops
+        ((9, 4), "6.4", False),  # MI300
+    ],
+)
+def test_own_kernels_are_for_gpus_that_have_room_for_them(
+    capability: tuple[int, int], hip: str | None, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    c = recipe("tiny")
+    c = replace(c, encoder=replace(c.encoder, dropout=0.0, attention_dropout=0.0))
+    objective = build_objective(c, 333, SpecialIds(0, 1, 2, 3, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    here = replace(runtime(), device=torch.device("cuda"), dtype=torch.bfloat16)
+    assert _use_kernels(objective, c, here) == fits
+    assert all(b.fused == fits for b in objective.modules() if isinstance(b, Block))
+
+
 def test_the_last_layers_keep_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     small = recipe("small").encoder
     assert fused.kept_layers(small, 128 * 128) == 12
