@@ -433,7 +433,7 @@ def word_gradient(N: int, V: int, E: int, like: Like) -> Case:
 
 
 def orthogonal(n: int, rows: int, columns: int, like: Like) -> Case:
-    """The plain way is Muon's as it is: in bfloat16 on a GPU, where ours is in float16."""
+    """The plain way is Muon's by rounds on x: in bfloat16 on a GPU, where ours is in float16."""
 
     def plain(u: Tensor) -> tuple[Tensor, ...]:
         return (optim.orthogonal(u, torch.bfloat16 if u.is_cuda else torch.float32),)

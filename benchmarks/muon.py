@@ -4,11 +4,11 @@
     TRITON_INTERPRET=1 python benchmarks/muon.py --small                  without one, in float32
 
 For each network, the stacks of its matrices, all of them in one call: 20 calls in a CUDA graph, the
-median of five replays. Then the optimizer's whole step on the parameters of both, as it is, with
-Gram matrices (eager, and with its momentum compiled, as in training) and with Adam for all. Results
-are compared with the same five rounds in float64: the distance over the norm, the largest singular
-value, and the smallest that was a hundredth of the largest before. Inputs have singular values that
-fall over three decades. The table comes last.
+median of five replays. Then the optimizer's whole step on the parameters of both, by rounds on x,
+with Gram matrices (eager, and with its momentum compiled: as in training on a GPU) and with Adam
+for all. Results are compared with the same five rounds in float64: the distance over the norm, the
+largest singular value, and the smallest that was a hundredth of the largest before. Inputs have
+singular values that fall over three decades. The table comes last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def by_rounds(us: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def ways(us: list[Tensor]) -> dict[str, Way]:
-    """The first is the optimizer's as it is; one after the other, where that has streams."""
+    """The first is the optimizer's without Gram matrices; one after the other, where that has
+    streams."""
     types = HALVES if CUDA else (torch.float32,)
     half = types[-1]
     found: dict[str, Way] = {

@@ -76,7 +76,7 @@ class Adam:
         """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1.
 
         kernel: update by an own kernel, where all is Adam's, in this process and not too much for
-        it; else by torch's.
+        it; else by torch's. Muon's matrices are turned by own kernels then, on a GPU.
         """
         self.config = config
         self.exchange = exchange or Exchange()
