@@ -12,6 +12,7 @@ import gc
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,7 +327,6 @@ def _train(
                         gc.collect()  # the optimizer before refers to itself, and is large
                         make_ready(step)
                 if trainer.needs_block:
-                    trainer.keep_pace()
                     seconds = runtime.agree(clock.read())
                     progress = progress_at(step, seconds)
                     if progress >= 1.0:  # the clock ends the run between two lines
@@ -463,7 +463,7 @@ class Trainer:
         self.meter = Meter(torch.zeros(len(Meter.FIELDS), dtype=torch.float64, device=device))
         self.block: Block | None = None
         self._left = 0  # steps left in the block
-        self._begun: torch.cuda.Event | None = None
+        self._under_way: deque[torch.cuda.Event] = deque()  # ends of steps that a GPU was asked for
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def _compile(self) -> None:
@@ -551,18 +551,11 @@ class Trainer:
         ends = range(size, self.rows + size, size)
         self.micro_batches = [slice(end - size, min(end, self.rows)) for end in ends]
 
-    def keep_pace(self) -> None:
-        """Until a GPU has begun the block before: steps are then at most a block ahead of the
-        clock, which is read after this."""
-        if self._begun is not None:
-            self._begun.synchronize()
-
     def load_block(self, step: int, rates: list[float], shares: list[float] | None = None) -> None:
         """Bring the batches, learning rates and shares of λ of the next steps to the device.
 
         Asked for while a GPU works on the block before, so that it never waits.
         """
-        self.keep_pace()
         block, device = self.batches.block(step, self.block_steps), self.runtime.device
         if self.block is None:
             self.block = block
@@ -574,9 +567,6 @@ class Trainer:
             self.shares.copy_(sent(torch.tensor(shares), device))
         self.slot.zero_()
         self._left = self.block_steps
-        if device.type == "cuda":
-            self._begun = torch.cuda.Event()
-            self._begun.record()
 
     def step(self) -> None:
         if self._graph is not None:
@@ -584,6 +574,17 @@ class Trainer:
         else:
             self.train_step()
         self._left -= 1
+        if self.runtime.device.type == "cuda":
+            self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Wait until few steps are under way: the clock that is read, and a signal that is heard,
+        are so many steps ahead of the device."""
+        end = torch.cuda.Event(blocking=True)  # a core that waits is free for others
+        end.record()
+        self._under_way.append(end)
+        if len(self._under_way) > steps_under_way(self.rows * self.config.data.sequence_length):
+            self._under_way.popleft().synchronize()
 
     def second_stage(self) -> Trainer:
         """Half-way of two_stage: the generator is frozen, the discriminator starts at its weights.
@@ -757,6 +758,12 @@ def steps_ahead(tokens: int) -> int:
     """How many steps of so many tokens come to the GPU at a time: 32, unless that takes memory
     (about 50 bytes a token for a moment)."""
     return max(1, min(32, 2**23 // tokens))
+
+
+def steps_under_way(tokens: int) -> int:
+    """How many steps of so many tokens a GPU is asked for before one has ended: on a fast one work
+    for a tenth of a second, in which the host prepares a block, and always another step."""
+    return max(2, min(64, 2**18 // tokens))
 
 
 def _find_micro_batch(

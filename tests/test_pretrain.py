@@ -469,27 +469,37 @@ def test_minutes_end_the_run_and_take_the_rate_to_zero(
     assert rates[-1] < 0.05 * max(rates)
 
 
-def test_the_clock_is_read_when_the_device_has_come_to_the_block_before(
-    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_few_steps_are_under_way_on_a_gpu(
+    micro: PretrainConfig, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be read two blocks too early: rates late, and the end of a run as well."""
-    order: list[str] = []
-    begun: Any = SimpleNamespace(synchronize=lambda: order.append("begun"))
+    """Else the clock would be read blocks too early, and a signal heard blocks too late."""
+    ended: list[int] = []
+    asked = itertools.count()
 
-    def load_block(trainer: loop.Trainer, *a: Any, own: Any = loop.Trainer.load_block) -> None:
-        order.append("load")
-        own(trainer, *a)
-        trainer._begun = begun
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
 
-    def agree(_: Any, number: float) -> float:
-        order.append("clock")
-        return number
+        def record(self) -> None:
+            self.step = next(asked)
 
-    monkeypatch.setattr(loop.Trainer, "load_block", load_block)
-    monkeypatch.setattr(runtimes.Runtime, "agree", agree)
-    pretrain(with_run(micro, train_steps=4), corpus, tmp_path, quiet=True)
-    first = order.index("load")
-    assert order[first + 1 : -1] == ["begun", "clock", "load", "begun"] * 3  # then an evaluation
+        def synchronize(self) -> None:
+            ended.append(self.step)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    here = runtime()
+    objective = build_objective(micro, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+    trainer = loop.Trainer(objective, Batches(corpus.train, micro, here), micro, here)
+    most = loop.steps_under_way(trainer.rows * micro.data.sequence_length)
+    for step in range(most + 5):
+        trainer._keep_pace()
+        assert ended == list(range(step + 1 - most))  # the oldest first, and no more than needed
+    assert [loop.steps_under_way(tokens) for tokens in (2**10, 2**14, 2**17, 2**20)] == [
+        64,
+        16,
+        2,
+        2,
+    ]
 
 
 def test_a_run_that_the_clock_ends_is_logged_to_its_end(
