@@ -33,11 +33,6 @@ LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
 # stays below 12 GiB. (With 7 a step took 1.8 % longer than with all.)
 KEPT = 10 * 2**28
 
-# Whether a deterministic run looks its tokens up with `look_up`. By itself it is fast, with the
-# same bits in every call (`word gradient` of benchmarks/kernels.py and kernel_bits.py). Off until a
-# whole run with it was killed and ended with the same bits (benchmarks/reliability_gpu.py).
-IN_ORDER = False
-
 
 def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | None:
     """What of a recipe these kernels do not do, on whatever device; None if they fit.

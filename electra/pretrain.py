@@ -741,7 +741,7 @@ def _use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime)
             fix="use --run.kernels auto, which takes them where they fit",
         )
     wanted = config.run.kernels != "no" and reason is None
-    in_order = fused.IN_ORDER and torch.are_deterministic_algorithms_enabled()
+    in_order = torch.are_deterministic_algorithms_enabled()
     for part in objective.modules():
         if isinstance(part, EncoderBlock):
             part.fused = wanted

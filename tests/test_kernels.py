@@ -893,16 +893,11 @@ def test_look_ups_in_order_have_the_gradients_of_the_others(
 
 
 @pytest.mark.parametrize(
-    ("on", "deterministic", "kernel", "said"),
-    [
-        (True, True, "auto", True),
-        (False, True, "auto", False),
-        (True, False, "auto", False),
-        (True, True, "no", False),
-    ],
+    ("deterministic", "kernel", "said"),
+    [(True, "auto", True), (False, "auto", False), (True, "no", False)],
 )
 def test_deterministic_runs_with_own_kernels_look_up_in_order(
-    on: bool, deterministic: bool, kernel: str, said: bool, monkeypatch: pytest.MonkeyPatch
+    deterministic: bool, kernel: str, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     c = recipe("tiny")
     encoder = replace(c.encoder, dropout=0.0, attention_dropout=0.0)
@@ -911,7 +906,6 @@ def test_deterministic_runs_with_own_kernels_look_up_in_order(
     objective = build_objective(c, 333, SpecialIds(0, 1, 2, 3, 4))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    monkeypatch.setattr(fused, "IN_ORDER", on)
     runtime = Runtime(
         device=torch.device("cuda"), dtype=torch.bfloat16, compiled=False, cuda_graph=False,
         threads=1,
