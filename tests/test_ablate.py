@@ -225,10 +225,20 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, content: str, reason:
     assert "mine.toml" in caught.value.where
 
 
-@pytest.mark.parametrize("name", ["one_change", "muon"])
-def test_every_written_attempt_can_be_run(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("one_change", "base"),
+        ("muon", "base"),
+        ("wsd", "wsd_base"),
+        ("linear", "linear_base"),
+        ("other_text", "linear_base"),
+        ("together", "together_base"),
+    ],
+)
+def test_every_written_attempt_can_be_run(name: str, base: str) -> None:
     folder = ROOT / "benchmarks" / "attempts"
-    file, start = folder / f"{name}.toml", ablate.starting_point(str(folder / "base.toml"))
+    file, start = folder / f"{name}.toml", ablate.starting_point(str(folder / f"{base}.toml"))
     rows = ablate.make_grid(str(file), start, VOCABULARY, "steps")
     assert start in rows.values()
     lines = file.read_text().splitlines()
