@@ -27,8 +27,8 @@ from electra.batches import Batches
 from electra.config import PretrainConfig
 from electra.corpus import Corpus
 from electra.objectives import SpecialIds, build_objective
-from electra.pretrain import Trainer
 from electra.recipes import recipe
+from electra.trainer import Trainer
 
 
 @dataclass(frozen=True, kw_only=True)

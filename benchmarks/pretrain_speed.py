@@ -57,9 +57,9 @@ from electra.objectives import (
     SpecialIds,
     build_objective,
 )
-from electra.pretrain import Trainer
 from electra.randomness import StepRng
 from electra.recipes import recipe
+from electra.trainer import Trainer
 
 
 def electra_config(c: PretrainConfig, vocab: int, *, generator: bool) -> ElectraConfig:

@@ -301,7 +301,7 @@ def check(a: Arguments, rounds: int = 7) -> dict[str, Any]:
     from electra.batches import Batches
     from electra.objectives import SpecialIds, build_objective
     from electra.optim import Adam
-    from electra.pretrain import Trainer
+    from electra.trainer import Trainer
 
     def unasked(self: Any, found: torch.Tensor, lr: Any, step: Any) -> tuple[Any, ...]:
         norm = found if found.dim() == 0 else found.sum().sqrt()

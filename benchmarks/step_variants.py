@@ -38,9 +38,10 @@ from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.corpus import Corpus
 from electra.flops import matmul_flops_per_token
+from electra.micro_batch import device_errors
 from electra.objectives import SpecialIds, build_objective
-from electra.pretrain import Meter, Trainer, _device_errors
 from electra.recipes import recipe
+from electra.trainer import Meter, Trainer
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 TOGETHER = "STEP_VARIANTS_TOGETHER"  # how many processes were started
@@ -241,7 +242,7 @@ def timed(
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    with _device_errors(lambda: trainer):
+    with device_errors(lambda: trainer):
         trainer.record()
         steps(first)
     sums = dict(zip(Meter.FIELDS, trainer.meter.sums.tolist(), strict=True))

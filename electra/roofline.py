@@ -70,7 +70,7 @@ class Device(NamedTuple):
     itemsize: int = 2  # bf16; 4 where only fp32 is fast
     shares: Shares = GPU
     seen: bool = False  # whether the model has been compared with it
-    kernels: bool = False  # whether own kernels run on it: `pretrain._use_kernels`
+    kernels: bool = False  # whether own kernels run on it: `trainer.use_kernels`
 
 
 PRICES_OF = "May 2026"  # rough medians of public offers, on demand

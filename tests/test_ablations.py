@@ -31,7 +31,7 @@ from electra.encoder import GeneratorHead
 from electra.errors import ElectraError, Stopped
 from electra.evaluate import token_counts
 from electra.objectives import Batch, Corruption, MaskedLM, Objective
-from electra.optim import added
+from electra.optim import Adam, added
 from electra.plan import count_parameters
 from electra.pretrain import pretrain
 from electra.randomness import Purpose, StepRng
@@ -1126,7 +1126,7 @@ def test_disentangled_tables_are_merged_in_an_export_from_which_training_continu
     parameters, notes = hf.initial_state(pretrained, config, corpus.vocab_size)
     assert notes == ()
     after: Any = built_for(config, corpus)
-    loop.Adam(after, config.optim).load({"model": parameters})
+    Adam(after, config.optim).load({"model": parameters})
     batch = batch_of(config, (23, 17, 9), vocab_size=corpus.vocab_size)
     for objective in (before, after):
         objective.special = objectives.SpecialIds(**corpus.special_ids)

@@ -42,9 +42,10 @@ from electra.objectives import (
     build_objective,
 )
 from electra.optim import Adam
-from electra.pretrain import Meter, Trainer, pretrain
+from electra.pretrain import pretrain
 from electra.randomness import StepRng
 from electra.runlog import read_metrics
+from electra.trainer import Meter, Trainer
 
 ROOT = Path(__file__).parents[1]
 STEPS = 10
@@ -436,7 +437,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from electra import cli
-from electra.pretrain import Trainer
+from electra.trainer import Trainer
 work, way, losses = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")  # rank:step, once each
 rank, step = int(os.environ["RANK"]), Trainer.step
 (work / f"pid-{rank}").write_text(str(os.getpid()))

@@ -30,8 +30,8 @@ import electra.text
 from electra import cli, files, finetune
 from electra.config import to_dict
 from electra.corpus import Corpus
-from electra.pretrain import Trainer
 from electra.tokenizer import Tokenizer
+from electra.trainer import Trainer
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "tf"
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"

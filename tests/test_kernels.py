@@ -22,10 +22,10 @@ from electra.corruption import lay_out, sample
 from electra.encoder import Block, Embeddings, Encoder
 from electra.errors import ElectraError
 from electra.objectives import Batch, SpecialIds, build_objective
-from electra.pretrain import _use_kernels
 from electra.randomness import StepRng
 from electra.recipes import recipe
 from electra.runtime import Runtime
+from electra.trainer import use_kernels
 
 pytestmark = [
     pytest.mark.skipif(not kernels.available(), reason="Triton is not installed"),
@@ -910,7 +910,7 @@ def test_deterministic_runs_with_own_kernels_look_up_in_order(
         device=torch.device("cuda"), dtype=torch.bfloat16, compiled=False, cuda_graph=False,
         threads=1,
     )  # fmt: skip
-    assert _use_kernels(objective, c, runtime) == (kernel == "auto")
+    assert use_kernels(objective, c, runtime) == (kernel == "auto")
     tables = [part for part in objective.modules() if isinstance(part, Embeddings)]
     assert [part.in_order for part in tables] == [said] * 2
 
@@ -934,7 +934,7 @@ def test_own_kernels_are_for_gpus_that_have_room_for_them(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.version, "hip", hip)
     here = replace(runtime(), device=torch.device("cuda"), dtype=torch.bfloat16)
-    assert _use_kernels(objective, c, here) == fits
+    assert use_kernels(objective, c, here) == fits
     assert all(b.fused == fits for b in objective.modules() if isinstance(b, Block))
 
 
@@ -992,7 +992,7 @@ def test_long_sequences_fit_if_they_are_not_padded() -> None:
     for padded, reason in said.items():
         objective = build_objective(c, 30, SpecialIds(0, 1, 2, 3, 4), padded=padded)
         with pytest.raises(ElectraError, match=f"do not do {reason}"):
-            _use_kernels(objective, c, here)
+            use_kernels(objective, c, here)
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 64), (3, 20, 50), (2, 256, 64), (1, 64, 256)])

@@ -238,7 +238,7 @@ PLACES = {
     "first step": (pretrain.Trainer, "train_step"),
     "save": (checkpoint, "save_file"),
     "prune": (checkpoint.Saver, "_prune"),
-    "log": (pretrain, "_log_training"),
+    "log": (pretrain.Run, "log_training"),
 }
 work, argv, moments, draw = Path(sys.argv[1]), sys.argv[3:], int(sys.argv[2]), random.Random(5)
 i, stopped = -1, 0

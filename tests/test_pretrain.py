@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import math
@@ -25,10 +26,11 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from electra import micro_batch, rundir
 from electra import optim as optimizer
 from electra import pretrain as loop
-from electra import rundir
 from electra import runtime as runtimes
+from electra import trainer as trainers
 from electra.batches import Batches
 from electra.checkpoint import load_newest
 from electra.config import PretrainConfig, RunConfig, from_dict, to_dict
@@ -124,7 +126,7 @@ def all_new(config: PretrainConfig) -> PretrainConfig:
 def in_few_seconds(patch: pytest.MonkeyPatch) -> None:
     """torch.compile traces as ever, but runs what it has traced instead of generating code."""
     compiled = torch.compile
-    patch.setattr(loop.torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": "eager"}))
+    patch.setattr(torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": "eager"}))
 
 
 def as_it_is(config: PretrainConfig) -> PretrainConfig:
@@ -433,7 +435,7 @@ def test_muon_by_gram_matrices_trains_alike(
         ("traced", True, "yes"),
     ):
         monkeypatch.setattr(optimizer, "by_gram", lambda _, gram=gram: gram)
-        monkeypatch.setattr(loop, "by_gram", lambda _, gram=gram: gram)
+        monkeypatch.setattr(trainers, "by_gram", lambda _, gram=gram: gram)
         calls.clear()
         pretrain(with_run(config, compile=compile), corpus, tmp_path / way, quiet=True)
         assert max(calls, default=0) > 1 if gram else not calls  # shapes or rates side by side
@@ -490,11 +492,11 @@ def test_few_steps_are_under_way_on_a_gpu(
     here = runtime()
     objective = build_objective(micro, corpus.vocab_size, SpecialIds(**corpus.special_ids))
     trainer = loop.Trainer(objective, Batches(corpus.train, micro, here), micro, here)
-    most = loop.steps_under_way(trainer.rows * micro.data.sequence_length)
+    most = trainers.steps_under_way(trainer.rows * micro.data.sequence_length)
     for step in range(most + 5):
         trainer._keep_pace()
         assert ended == list(range(step + 1 - most))  # the oldest first, and no more than needed
-    assert [loop.steps_under_way(tokens) for tokens in (2**10, 2**14, 2**17, 2**20)] == [
+    assert [trainers.steps_under_way(tokens) for tokens in (2**10, 2**14, 2**17, 2**20)] == [
         64,
         16,
         2,
@@ -1102,7 +1104,7 @@ def test_a_device_without_memory_gets_a_smaller_micro_batch_proposed(
 def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> list[tuple[str, int]]:
     """A device that runs out of memory in the middle of a step with more than `limit` sequences at
     once, by stage if it says so; what was tried is told."""
-    forward, add = ReplacedTokenDetection.forward, loop.Meter.add_losses
+    forward, add = ReplacedTokenDetection.forward, trainers.Meter.add_losses
     generate = ReplacedTokenDetection.generate_alone
     tried: list[tuple[str, int]] = []
 
@@ -1114,7 +1116,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> li
         tried.append((self.stage, len(batch.x)))
         return generate(self, batch, rng)
 
-    def add_losses(self: loop.Meter, losses: Losses) -> None:
+    def add_losses(self: trainers.Meter, losses: Losses) -> None:
         add(self, losses)
         stage, rows = tried[-1]
         if rows > (limit if isinstance(limit, int) else limit[stage]):
@@ -1122,7 +1124,7 @@ def room_for(monkeypatch: pytest.MonkeyPatch, limit: int | dict[str, int]) -> li
 
     monkeypatch.setattr(ReplacedTokenDetection, "forward", watched)
     monkeypatch.setattr(ReplacedTokenDetection, "generate_alone", watched_first)
-    monkeypatch.setattr(loop.Meter, "add_losses", add_losses)
+    monkeypatch.setattr(trainers.Meter, "add_losses", add_losses)
     return tried
 
 
@@ -1224,13 +1226,13 @@ def test_sizes_that_cannot_fit_are_not_compiled(monkeypatch: pytest.MonkeyPatch)
     )
     # 9.47 GiB were measured with 1,024 sequences, weights and all, and 2.00 with 128.
     for memory, most in ((10, 1024), (140, 8192), (2.1, 128)):
-        monkeypatch.setattr(loop, "usable_memory", lambda _, gib=memory: gib * 2**30)
-        assert not loop._hopeless(trainer, most)
-        assert loop._hopeless(trainer, 3 * most)
+        monkeypatch.setattr(micro_batch, "usable_memory", lambda _, gib=memory: gib * 2**30)
+        assert not micro_batch._hopeless(trainer, most)
+        assert micro_batch._hopeless(trainer, 3 * most)
     trainer.objective.stage = "generator"  # which is smaller
-    assert not loop._hopeless(trainer, 10**6)
+    assert not micro_batch._hopeless(trainer, 10**6)
     trainer.objective.stage, trainer.runtime.device = "joint", torch.device("cpu")
-    assert not loop._hopeless(trainer, 10**6)
+    assert not micro_batch._hopeless(trainer, 10**6)
 
 
 def test_a_continued_run_keeps_the_micro_batch_that_was_found(
@@ -1340,7 +1342,7 @@ def test_a_model_without_room_says_so(
     def no_room(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(loop, "Adam", no_room)
+    monkeypatch.setattr(trainers, "Adam", no_room)
     with pytest.raises(ElectraError, match="no memory for the model and its optimizer"):
         pretrain(micro, corpus, tmp_path, quiet=True)
 
@@ -1369,8 +1371,8 @@ def test_a_signal_between_two_tries_ends_before_the_first_step(
     config = changed(micro, "data.micro_batch", "auto")
     with monkeypatch.context() as patch:
         room_for(patch, 1)
-        compact = loop.gc.collect
-        patch.setattr(loop.gc, "collect", lambda: (signal.raise_signal(signal.SIGUSR1), compact()))
+        compact, now = gc.collect, signal.SIGUSR1
+        patch.setattr(gc, "collect", lambda: (signal.raise_signal(now), compact()))
         with pytest.raises(Stopped):
             pretrain(config, corpus, tmp_path / "run", quiet=True)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
@@ -1431,9 +1433,9 @@ def test_a_compiled_step_tries_each_size_anew(
     config = with_run(micro, train_steps=2, compile="yes", eval_every=9)
     config = changed(config, "data.batch_size", batch)
     pretrain(changed(config, "data.micro_batch", 2), corpus, tmp_path / "hand", quiet=True)
-    block_batch, tried = loop.Block.batch, list[int]()
+    block_batch, tried = trainers.Block.batch, list[int]()
 
-    def batch_of(self: loop.Block, slot: Tensor, rows: slice, config: PretrainConfig) -> Batch:
+    def batch_of(self: trainers.Block, slot: Tensor, rows: slice, config: PretrainConfig) -> Batch:
         if rows.stop is not None:  # else it is an evaluation
             tried.append(rows.stop - rows.start)
         return block_batch(self, slot, rows, config)
@@ -1446,10 +1448,10 @@ def test_a_compiled_step_tries_each_size_anew(
 
         return tried_at_last
 
-    monkeypatch.setattr(loop.Block, "batch", batch_of)
+    monkeypatch.setattr(trainers.Block, "batch", batch_of)
     for name in ("accumulate", "finish"):  # neither is compiled: each would be for each length
-        work = short_of_memory(getattr(loop.Adam, name))
-        monkeypatch.setattr(loop.Adam, name, work)
+        work = short_of_memory(getattr(trainers.Adam, name))
+        monkeypatch.setattr(trainers.Adam, name, work)
     pretrain(changed(config, "data.micro_batch", "auto"), corpus, tmp_path / "auto", quiet=True)
     assert tried[: len(sizes) + 1] == [*sizes, 2]
     assert found(tmp_path / "auto") == {"joint": 2}
@@ -1543,9 +1545,7 @@ def test_what_is_compiled_for_one_seed_serves_the_others(
         return graph.forward
 
     compiled = torch.compile
-    monkeypatch.setattr(
-        loop.torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": backend})
-    )
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: compiled(*a, **{**k, "backend": backend}))
     here = replace(runtime(), compiled=True)
     for seed in (0, 1):
         config = replace(micro, run=replace(micro.run, seed=seed))
@@ -1570,7 +1570,7 @@ def test_a_generator_that_learns_first_makes_the_same_step(
     if compiled:
         work = torch.compile
         eager = {"backend": "eager"}
-        monkeypatch.setattr(loop.torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
+        monkeypatch.setattr(torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
         torch._dynamo.reset()
     here = replace(runtime(), compiled=compiled)
     config = replace(micro, data=replace(micro.data, micro_batch=micro_batch))
@@ -1598,9 +1598,7 @@ def test_what_is_compiled_around_the_networks_counts_as_before(
         traced.append(graph.code)
         return graph.forward
 
-    monkeypatch.setattr(
-        loop.torch, "compile", lambda *a, **k: work(*a, **{**k, "backend": backend})
-    )
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: work(*a, **{**k, "backend": backend}))
     torch._dynamo.reset()
     config = replace(micro, optim=replace(micro.optim, skip_spikes=True))
     found: list[list[Tensor]] = []
@@ -1634,7 +1632,7 @@ def test_a_process_compiles_as_many_runs_as_it_likes(
 ) -> None:
     """torch gives up at the ninth version of a function."""
     work, eager = torch.compile, {"backend": "eager"}
-    monkeypatch.setattr(loop.torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: work(*a, **{**k, **eager}))
     here = replace(runtime(), compiled=True)
     for batch_size in range(1, 11):
         config = replace(micro, data=replace(micro.data, batch_size=batch_size))
@@ -1735,7 +1733,7 @@ def test_nothing_waits_for_the_device_between_two_lines(
 
 def test_steps_that_are_large_come_to_the_gpu_in_small_numbers() -> None:
     sizes = (128 * 128, 2**18, 2**21, 2**23, 2**26)
-    assert [loop.steps_ahead(tokens) for tokens in sizes] == [32, 32, 4, 1, 1]
+    assert [trainers.steps_ahead(tokens) for tokens in sizes] == [32, 32, 4, 1, 1]
 
 
 def test_a_rehearsal_has_the_next_batches_beside_what_a_step_keeps(

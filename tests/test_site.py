@@ -59,11 +59,11 @@ def test_the_reference_has_every_module_and_what_is_documented_in_it(site: Path)
     for name in (
         "corruption.sample",
         "config.RunConfig.minutes",  # a field
-        "pretrain.Trainer.train_step",
-        "pretrain.Trainer.needs_block",
+        "trainer.Trainer.train_step",
+        "trainer.Trainer.needs_block",
     ):
         there = f'id="electra.{name}"' in text
-        assert there == (name != "pretrain.Trainer.needs_block"), name  # that one says nothing
+        assert there == (name != "trainer.Trainer.needs_block"), name  # that one says nothing
     assert "one optimizer step" in text.lower()
 
 
