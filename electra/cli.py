@@ -679,7 +679,7 @@ class CompletionCommand(Command):
     def run(self) -> None:
         named = (Annotated[cls, tyro.conf.subcommand(name)] for name, cls in COMMANDS.items())
         every: Any = Union[tuple(named)]  # noqa: UP007
-        tyro.cli(every, prog="electra", args=["--tyro-print-completion", self.shell])
+        _read_flags(every, prog="electra", args=["--tyro-print-completion", self.shell])
 
 
 COMMANDS = {cls.__name__.removesuffix("Command").lower(): cls for cls in Command.__subclasses__()}
@@ -772,20 +772,40 @@ def _parse(argv: list[str]) -> Command:
     if cls in (FinetuneCommand, GlueCommand):
         needed: dict[str, Any] = dict.fromkeys(("data", "out"), tyro.MISSING)
         start = tuning_profile(_value_of("--profile", args) or "paper")
-        return tyro.cli(cls, args=args, default=cls(**needed, settings=start), prog=prog)
+        return _read_flags(cls, args=args, default=cls(**needed, settings=start), prog=prog)
     if cls not in (PlanCommand, PretrainCommand):
-        return tyro.cli(cls, args=args, prog=prog)
+        return _read_flags(cls, args=args, prog=prog)
 
     def parse(recipe_name: str) -> Any:
         # The recipe, the profile and the settings file decide what the flags start from.
         needed = {"out": tyro.MISSING} if cls is PretrainCommand else {}
         default = cls(**needed, settings=_starting_point(recipe_name, args))
-        return tyro.cli(cls, args=args, default=default, prog=prog)
+        return _read_flags(cls, args=args, default=default, prog=prog)
 
     first = args[0] if args and not args[0].startswith("-") else "small"
     command = parse(first)
     # A recipe behind the flags is only known now.
     return command if command.recipe == first else parse(command.recipe)
+
+
+def _read_flags(cls: Any, **how: Any) -> Any:
+    """tyro.cli, where the docstring of a field is one paragraph of help: tyro keeps its line breaks
+    before lines that begin with a space, as they all do below a field."""
+    import docstring_parser
+
+    parse = docstring_parser.parse_from_object
+
+    def in_one_line(thing: Any) -> Any:
+        parsed = parse(thing)
+        for field_ in parsed.params:
+            field_.description = " ".join((field_.description or "").split())
+        return parsed
+
+    docstring_parser.parse_from_object = in_one_line
+    try:
+        return tyro.cli(cls, **how)
+    finally:
+        docstring_parser.parse_from_object = parse
 
 
 def _starting_point(name: str, args: list[str]) -> PretrainConfig:

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_help_is_there_at_once_and_without_torch(command: str) -> None:
         if min(seconds) < (0.5 if command else 0.2):
             return
     raise AssertionError(f"help took {seconds} seconds")
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_help_of_a_flag_is_one_paragraph(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No line ends while the next word would still have had room: the source's own line breaks
+    are not shown."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert electra(command, "--help") == 0
+    lines = [line.strip("│").rstrip() for line in capsys.readouterr().out.splitlines()]
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    texts = [(n, line) for n, line in enumerate(lines) if indents[n] > 1]
+    assert texts
+    for (n, line), (m, after) in pairwise(texts):
+        if m == n + 1 and indents[n] == indents[m] and "--" not in line + after:
+            assert len(f"{line} {after.split()[0]}") > 76, f"{line}\n{after}"
 
 
 def test_the_overview_names_every_command_and_recipe(capsys: pytest.CaptureFixture[str]) -> None:
