@@ -23,16 +23,20 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .config import PretrainConfig, flat, from_dict, read_settings_file, to_dict
 from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped, StopRequest
 from .files import exclusive, json_bytes, read_json, reading, storage_errors, write_atomic
 from .recipes import RECIPES, masked_lm, recipe
+
+if TYPE_CHECKING:  # its neighbours import torch
+    from .plan import Plan
 
 Equal = Literal["steps", "flops"]
 Grid = dict[str, PretrainConfig]
@@ -89,8 +93,8 @@ def generator_size(electra: PretrainConfig) -> Grid:
 
 def algorithms(electra: PretrainConfig) -> Grid:
     """Figure 3, right, and appendix F: how should the two networks be trained?"""
-    # Two stages need a generator that is as large and shares nothing; so that they do not stand
-    # beside another generator only, joint and adversarial training have a row with that one too.
+    # Two stages need a generator of the same size that shares nothing. Joint and adversarial
+    # training have a row with that generator as well, so that like is compared with like.
     equal = change(electra, generator={"width": 1.0, "depth": 1.0, "sharing": "none"})
     two_stage = change(equal, objective={"algorithm": "two_stage"})
     return {
@@ -256,7 +260,7 @@ def slug(label: str) -> str:
 
 
 def describe(study: str, base: PretrainConfig, vocab_size: int, equal: Equal) -> str:
-    """What would be run: parameters, FLOPs, steps and what makes each row another one."""
+    """What would be run: parameters, FLOPs, steps and in what each row differs."""
     from .plan import make_plan
 
     lines: list[str] = []
@@ -299,14 +303,9 @@ def ablate(
     """
     from .corpus import Corpus
     from .plan import make_plan
-    from .rundir import check_fits, differences
-    from .runtime import source
-    from .tasks import available
+    from .rundir import check_fits
 
-    if missing := [task for task in tasks if task not in available(data)]:
-        what = f"Not in this folder: {', '.join(missing)}."
-        fix = f"present: {', '.join(available(data)) or 'none'}; choose among them with --tasks"
-        raise ElectraError(what, where=str(data), fix=fix)
+    _require_tasks(tasks, data)
     opened = Corpus.open(corpus)
     check_fits(base, opened)
     grid = make_grid(study, base, opened.vocab_size, equal)
@@ -314,7 +313,7 @@ def ablate(
         what = f"This study has no row {', '.join(map(repr, unknown))}."
         raise ElectraError(what, where="--rows", fix=f"its rows: {'; '.join(grid)}")
     start = 0 if first_seed is None else first_seed - base.run.seed
-    added = list(range(start, start + seeds))  # to the seed of each row
+    added = range(start, start + seeds)  # to the seed of each row
     cells = make_cells(grid, added, out)
     plans = {label: make_plan(config, opened.vocab_size) for label, config in grid.items()}
     asked: dict[str, Any] = {
@@ -324,85 +323,128 @@ def ablate(
         "corpus_fingerprint": opened.fingerprint,
         "tuning": list(tuning),
     }
-    failed: dict[Cell, int] = {}
-    known = cells  # those of the record
+    flags = ["--quiet", *tuning, "--seeds", str(tuning_seeds), "--tasks", *tasks]
+    commands = partial(_commands, corpus=corpus, data=data, flags=flags)
+    with exclusive(out), StopRequest() as stop:
+        known = _enter(out, asked, grid, added)
+        record = _Record(out, asked, tasks, tuning_seeds, base, plans, known)
+        todo = [cell for cell in cells if record.outcome(cell) is None]
+        note(f"{asked['study']}: {len(cells)} cells, {len(cells) - len(todo)} of them done before")
+        record.write()
+        todo = [cell for cell in todo if not rows or cell.label in rows]
+        _run_cells(todo, commands, jobs, stop, partial(record.finished, note=note))
+        if stop():
+            raise Stopped
+    return EXIT_BUG if record.failed else EXIT_OK
 
-    def write_record() -> None:
-        record: list[dict[str, Any]] = []
-        for cell in known:
-            plan, result = plans[cell.label], outcome(cell.directory, tasks, tuning_seeds)
-            planned = cell.config.run.train_steps
-            steps = result["steps"] if result else planned  # fewer where minutes end the run
-            state = f"failed: exit code {failed[cell]}" if cell in failed else "not finished"
-            one = {
-                "label": cell.label,
-                "seed": cell.config.run.seed,
-                "state": "finished" if result else state,
-                "differs": _differs(cell.config, base),
-                "steps": steps,
-                "tokens": steps * plan.tokens_per_step,
-                "flops": plan.total_flops * steps / planned,
-                "paper_flops": plan.paper_flops * steps / planned,
-                "parameters": plan.discriminator_parameters,
-                "generator_parameters": plan.generator_parameters,
-            }
-            record.append(one | (result or {}))
-        told = len({cell.config.run.seed for cell in known})
-        more = {"seeds": told, "tuning_seeds": tuning_seeds, "tasks": list(tasks)}
-        whole = {"format": 1, **asked, **more, "environment": source(), "cells": record}
-        write_atomic(out / "ablate.json", json_bytes(whole, indent=1))
 
-    def finished(cell: Cell, code: int) -> None:
+def _require_tasks(tasks: Sequence[str], data: Path) -> None:
+    from .tasks import available
+
+    present = available(data)
+    if missing := [task for task in tasks if task not in present]:
+        what = f"Not in this folder: {', '.join(missing)}."
+        fix = f"present: {', '.join(present) or 'none'}; choose among them with --tasks"
+        raise ElectraError(what, where=str(data), fix=fix)
+
+
+def _enter(out: Path, asked: dict[str, Any], grid: Grid, added: Iterable[int]) -> list[Cell]:
+    """The cells of the record: of the seeds `added` now, and of those that finished one before.
+
+    What is in `out` has to be the same study, with the same settings in every cell.
+    """
+    from .rundir import differences
+
+    with reading(out / "ablate.json"):
+        before = read_json(out / "ablate.json") or {**asked, "cells": []}
+        changed = differences({key: before[key] for key in asked}, asked)
+        had = {
+            int(cell["seed"]) - grid[cell["label"]].run.seed
+            for cell in before["cells"]
+            if cell["state"] == "finished" and cell["label"] in grid
+        }
+    if changed:
+        what = "This directory holds another study: " + "; ".join(changed.values()) + "."
+        raise ElectraError(what, where=str(out), fix="choose another --out")
+    known = make_cells(grid, sorted({*had, *added}), out)
+    for cell in known:  # a row of a grid may have been rewritten
+        if then := read_json(file := cell.directory / "settings.json"):
+            was = from_dict(PretrainConfig, then, where=str(file))
+            if changed := differences(to_dict(was), to_dict(cell.config)):
+                what = f"{cell.label!r} had other settings: {'; '.join(changed.values())}."
+                fix = "give the row another name, or choose another --out"
+                raise ElectraError(what, where=str(cell.directory), fix=fix)
+    return known
+
+
+@dataclass
+class _Record:
+    """ablate.json: what was asked and, cell by cell, what came out."""
+
+    out: Path
+    asked: dict[str, Any]  # anything else would be another study
+    tasks: Sequence[str]
+    tuning_seeds: int
+    base: PretrainConfig
+    plans: dict[str, Plan]
+    cells: list[Cell]
+    failed: dict[Cell, int] = field(default_factory=dict[Cell, int])  # exit codes
+
+    def outcome(self, cell: Cell) -> dict[str, Any] | None:
+        return outcome(cell.directory, self.tasks, self.tuning_seeds)
+
+    def finished(self, cell: Cell, code: int, note: Callable[[str], object]) -> None:
+        """Take note of how a cell ended: done, failed, or stopped on its way."""
         name = f"{cell.label}, seed {cell.config.run.seed}"
         if code:
-            failed[cell] = code
+            self.failed[cell] = code
             log = cell.directory / "log.txt"
             last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
             note(f"failed: {name}, exit code {code}; {log} ends with\n  " + "\n  ".join(last))
-        write_record()
-        if result := outcome(cell.directory, tasks, tuning_seeds):
+        self.write()
+        if result := self.outcome(cell):
             note(f"finished: {name}, mean over tasks {100 * result['score']:.1f}")
 
-    with exclusive(out), StopRequest() as stop:
-        with reading(out / "ablate.json"):
-            before = read_json(out / "ablate.json")
-            changed = differences({k: before[k] for k in asked}, asked) if before else {}
-            had = {
-                int(cell["seed"]) - grid[cell["label"]].run.seed
-                for cell in (before or {"cells": []})["cells"]
-                if cell["state"] == "finished" and cell["label"] in grid
-            }
-        if changed:
-            what = "This directory holds another study: " + "; ".join(changed.values()) + "."
-            raise ElectraError(what, where=str(out), fix="choose another --out")
-        known = make_cells(grid, sorted({*had, *added}), out)
-        for cell in known:  # a row of a grid may have been written anew
-            if then := read_json(file := cell.directory / "settings.json"):
-                was = from_dict(PretrainConfig, then, where=str(file))
-                if changed := differences(to_dict(was), to_dict(cell.config)):
-                    what = f"{cell.label!r} had other settings: {'; '.join(changed.values())}."
-                    fix = "give the row another name, or choose another --out"
-                    raise ElectraError(what, where=str(cell.directory), fix=fix)
-        todo = [c for c in cells if outcome(c.directory, tasks, tuning_seeds) is None]
-        note(f"{asked['study']}: {len(cells)} cells, {len(cells) - len(todo)} of them done before")
-        todo = [c for c in todo if not rows or c.label in rows]
-        write_record()
-        flags = [*tuning, "--seeds", str(tuning_seeds), "--tasks", *tasks]
+    def write(self) -> None:
+        from .runtime import source
 
-        def commands(cell: Cell) -> list[list[str]]:
-            here = cell.directory
-            with storage_errors(here):
-                here.mkdir(parents=True, exist_ok=True)
-            write_atomic(here / "settings.json", json_bytes(to_dict(cell.config), indent=1))
-            trained, settings = str(here / "pretrain"), str(here / "settings.json")
-            first = ["pretrain", "--config", settings, "--corpus", str(corpus), "--out", trained]
-            second = ["glue", "--model", trained, "--data", str(data), "--out", str(here / "glue")]
-            return [first, [*second, "--quiet", *flags]]
+        seeds = len({cell.config.run.seed for cell in self.cells})
+        more = {"seeds": seeds, "tuning_seeds": self.tuning_seeds, "tasks": list(self.tasks)}
+        cells = [self._entry(cell) for cell in self.cells]
+        whole = {"format": 1, **self.asked, **more, "environment": source(), "cells": cells}
+        write_atomic(self.out / "ablate.json", json_bytes(whole, indent=1))
 
-        _run_cells(todo, commands, jobs, stop, finished)
-        if stop():
-            raise Stopped
-    return EXIT_BUG if failed else EXIT_OK
+    def _entry(self, cell: Cell) -> dict[str, Any]:
+        plan, result = self.plans[cell.label], self.outcome(cell)
+        planned = cell.config.run.train_steps
+        steps = result["steps"] if result else planned  # fewer where minutes end the run
+        code = self.failed.get(cell)
+        state = "not finished" if code is None else f"failed: exit code {code}"
+        return {
+            "label": cell.label,
+            "seed": cell.config.run.seed,
+            "state": "finished" if result else state,
+            "differs": _differs(cell.config, self.base),
+            "steps": steps,
+            "tokens": steps * plan.tokens_per_step,
+            "flops": plan.total_flops * steps / planned,
+            "paper_flops": plan.paper_flops * steps / planned,
+            "parameters": plan.discriminator_parameters,
+            "generator_parameters": plan.generator_parameters,
+            **(result or {}),
+        }
+
+
+def _commands(cell: Cell, corpus: Path, data: Path, flags: list[str]) -> list[list[str]]:
+    """Pre-training, for which the cell's settings are written into a file, and the tasks."""
+    here = cell.directory
+    with storage_errors(here):
+        here.mkdir(parents=True, exist_ok=True)
+    write_atomic(here / "settings.json", json_bytes(to_dict(cell.config), indent=1))
+    trained, settings = str(here / "pretrain"), str(here / "settings.json")
+    first = ["pretrain", "--config", settings, "--corpus", str(corpus), "--out", trained]
+    second = ["glue", "--model", trained, "--data", str(data), "--out", str(here / "glue")]
+    return [first, [*second, *flags]]
 
 
 @dataclass
@@ -452,7 +494,7 @@ def _run_cells(
                     del running[slot]
                     finished(one.cell, 0 if stop() else code)
             time.sleep(0.1)
-    finally:  # only of something gone wrong here
+    finally:  # some are left only where something went wrong here
         for one in running.values():
             one.process.terminate()
         for one in running.values():
@@ -511,6 +553,6 @@ def _finite(value: Any) -> float | None:
 
 
 def _differs(config: PretrainConfig, base: PretrainConfig) -> dict[str, Any]:
-    """The settings that make a row another one than ELECTRA's, by dotted name."""
+    """The settings in which a row differs from ELECTRA, by dotted name."""
     ours, theirs = flat(to_dict(config)), flat(to_dict(base))
     return {k: v for k, v in ours.items() if v != theirs[k] and k != "run.seed"}
