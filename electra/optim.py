@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -80,77 +80,76 @@ class Adam:
         """
         self.config = config
         self.exchange = exchange or Exchange()
+        multipliers = multipliers or {}
+        self.slots, self._working, size = _laid_out(module, copies=working_dtype != torch.float32)
         named = dict(module.named_parameters())
-        device = next(iter(named.values())).device
-        working = {
-            id(p)
-            for m in module.modules()
-            if isinstance(m, nn.Linear)
-            for p in m.parameters(recurse=False)
-            if working_dtype != torch.float32
-        }
-        hidden = {name for name in named if config.kind == "muon" and is_hidden(name)}
-        # Order: embeddings | linear weights | linear biases | norms. What decays comes first and
-        # what has a working copy is contiguous, so both are slices.
-        self.slots: list[_Slot] = []
-        start, bounds = 0, [0]
-        for decays, works in ((True, False), (True, True), (False, True), (False, False)):
-            for name, parameter in named.items():
-                if is_decayed(name) == decays and (id(parameter) in working) == works:
-                    self.slots.append(_Slot(name, start, parameter.shape))
-                    start += -(-parameter.numel() // _ALIGN) * _ALIGN
-            bounds.append(start)
-        self._working = slice(bounds[1], bounds[3])
-        self.master = torch.zeros(self.exchange.padded(start), device=device)
+        self.parameters = [named[slot.name] for slot in self.slots]
+        device = self.parameters[0].device
+        self.master = torch.zeros(self.exchange.padded(size), device=device)
         self.grad = torch.zeros_like(self.master)
         self.m, self.v = (torch.zeros_like(self.exchange.mine(self.master)).flatten() for _ in "mv")
-        self.mean = torch.zeros_like(self.master) if config.average else None
         self._shadow = self.master[self._working].to(working_dtype)
         # Gradients of working copies are gathered in their own type, then widened all at once:
         # a list of mixed types would be copied tensor by tensor.
         self._half_grad = torch.zeros_like(self._shadow)
-        self.parameters = [named[slot.name] for slot in self.slots]
-        self._is_half = [id(parameter) in working for parameter in self.parameters]
-        self._grads: list[Tensor] = []
+        self._narrow = False  # gradients of working copies are not widened: the kernel does it
+        begin, end = self._working.start, self._working.stop
+        self._is_half = [begin <= slot.start < end for slot in self.slots]
+        self._grads = self._adopt()
+        self.mean = self.master.clone() if config.average else None
+        self._whole = {"model": self.master, "m": self.m, "v": self.v}
+        if self.exchange.shares > 1:  # brought together in the host's memory, for a checkpoint
+            self._whole |= {key: torch.zeros(len(self.master)) for key in ("m", "v")}
+        if self.mean is not None:
+            self._whole["average"] = self.mean
+        self._refresh()
+        # False while a CUDA graph is recorded: the step runs and changes nothing.
+        self.live = torch.ones((), dtype=torch.bool, device=device)
+        self._init_update(multipliers, kernel)
+        self._init_judge(device)
+        self._init_exchange()
+
+    def _adopt(self) -> list[Tensor]:
+        """Make the parameters views of the buffers; returns where their gradients go."""
+        grads: list[Tensor] = []
         for slot, parameter, half in zip(self.slots, self.parameters, self._is_half, strict=True):
             slot.of(self.master).copy_(parameter.detach())
-            own = slot._replace(start=slot.start - bounds[1]) if half else slot
+            own = slot._replace(start=slot.start - self._working.start) if half else slot
             parameter.data = own.of(self._shadow if half else self.master)
-            self._grads.append(own.of(self._half_grad if half else self.grad))
+            grads.append(own.of(self._half_grad if half else self.grad))
+        return grads
+
+    def _init_update(self, multipliers: Mapping[str, float], kernel: bool) -> None:
+        """What is updated together, and by what."""
+        is_muon, device = self.config.kind == "muon", self.master.device
+        hidden = {slot.name for slot in self.slots if is_muon and is_hidden(slot.name)}
         fits = not hidden and len(self.master) <= kernels.MOST_PLACES
         self.kernel = kernel and self.exchange.runtime is None and fits
-        self._narrow = False  # gradients of working copies are not widened: the kernel does it
         if self.kernel:
-            self._table = self._by_chunk(multipliers or {}).to(device)
-        self._groups, factors = self._by_rate(multipliers or {}, hidden)
-        turned = {name for name in hidden if (multipliers or {}).get(name, 1.0)}
-        self._gram = by_gram(device)
-        self._own = kernel
-        self._stretches = self._of_muon(turned)
-        self._families = self._by_shape(multipliers or {}, turned)
+            self._table = self._by_chunk(multipliers).to(device)
+        self._groups, factors = self._by_rate(multipliers, hidden)
         self._factors = torch.tensor(factors, device=device)
+        turned = {name for name in hidden if multipliers.get(name, 1.0)}
+        parts = self._stretches(lambda name: name in turned).get(True, [])
+        self._momenta = [(self.grad[part], self.m[part]) for part in parts]  # of Muon's matrices
+        self._gram, self._own = by_gram(device), kernel
+        self._families = self._by_shape(multipliers, turned)
         groups = len(factors) + len(self._families)
         many = device.type == "cuda" and groups > 2
         self._streams = [torch.cuda.Stream(device) for _ in range(groups)] if many else []
         self._at_work: list[torch.cuda.Stream] = []
+        self.momentum = self.nesterov  # or the same, compiled
+
+    def _init_judge(self, device: torch.device) -> None:
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_a_row = torch.zeros_like(self.bad_steps)
         self.worst_in_a_row = torch.zeros_like(self.bad_steps)  # since it was last looked at
         self.good_norms = torch.zeros(_WINDOW, device=device)  # the last ones, as a ring
         self.good_steps = torch.zeros_like(self.bad_steps)
         self.spikes = torch.zeros_like(self.bad_steps)
-        self._whole = {"model": self.master, "m": self.m, "v": self.v}
-        if self.exchange.shares > 1:  # brought together in the host's memory, for a checkpoint
-            self._whole |= {key: torch.zeros(len(self.master)) for key in ("m", "v")}
-        if self.mean is not None:
-            self._whole["average"] = self.mean.copy_(self.master)
-        self._state = {
-            key: {slot.name: slot.of(flat) for slot in self.slots}
-            for key, flat in self._whole.items()
-        }
-        # False while a CUDA graph is recorded: the step runs and changes nothing.
-        self.live = torch.ones((), dtype=torch.bool, device=device)
-        self._refresh()
+        self.judge = self.judge_norm  # or the same, compiled
+
+    def _init_exchange(self) -> None:
         # Which pieces of the gradient a parameter lies in; the last one to arrive completes it.
         size = len(self.master) // self.exchange.pieces
         self._pieces = [
@@ -160,8 +159,6 @@ class Adam:
         self._awaited: set[int] = set()  # gradients to come, between `expect` and `finish`
         self._missing: Counter[int] = Counter()  # how many of them, by piece
         self._arrived: dict[int, Tensor] = {}  # those that are not yet in the buffer
-        self.judge = self.judge_norm  # or the same, compiled
-        self.momentum = self.nesterov  # likewise
         self._first = True
         self._earlier: Sequence[Tensor | None] | None = None
         self.hooks = [
@@ -169,30 +166,41 @@ class Adam:
             for i, parameter in enumerate(self.parameters if self.exchange.pieces > 1 else [])
         ]
 
+    def _decay(self, name: str) -> float:
+        return self.config.weight_decay if is_decayed(name) else 0.0
+
     def _by_chunk(self, multipliers: Mapping[str, float]) -> Tensor:
         """(chunks, 2): factor of the rate, and weight decay, as `kernels.adam` takes them."""
         assert _ALIGN % kernels.CHUNK == 0, "a chunk would belong to two parameters"
         table = torch.zeros(len(self.master) // kernels.CHUNK, 2)
         for slot in self.slots:
-            decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
             end = slot.start + slot.shape.numel()
             rows = slice(slot.start // kernels.CHUNK, -(-end // kernels.CHUNK))
-            table[rows] = torch.tensor([multipliers.get(slot.name, 1.0), decay])
+            factor = multipliers.get(slot.name, 1.0)
+            table[rows] = torch.tensor([factor, self._decay(slot.name)])
         return table
+
+    def _stretches(self, key: Callable[[str], Any]) -> dict[Any, list[slice]]:
+        """The buffers by what `key` gives for a parameter's name, in as few slices as possible;
+        without those for which it gives None."""
+        found: dict[Any, list[slice]] = {}
+        ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
+        for slot, end in zip(self.slots, ends, strict=True):
+            if (group := key(slot.name)) is not None:
+                parts = found.setdefault(group, [])
+                joins = parts and parts[-1].stop == slot.start
+                parts.append(slice(parts.pop().start if joins else slot.start, end))
+        return found
 
     def _by_rate(
         self, multipliers: Mapping[str, float], hidden: set[str]
     ) -> tuple[list[tuple[float, list[tuple[Tensor, ...]]]], list[float]]:
         """(weight decay, own stretches of all buffers) of each group of equal rate; the rates."""
-        groups: dict[tuple[float, float], list[slice]] = {}
-        ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
-        for slot, end in zip(self.slots, ends, strict=True):
-            if slot.name in hidden:
-                continue
-            decay = self.config.weight_decay if is_decayed(slot.name) else 0.0
-            parts = groups.setdefault((decay, multipliers.get(slot.name, 1.0)), [])
-            _join(parts, slice(slot.start, end))
-        pieces = self.exchange.pieces
+
+        def group(name: str) -> tuple[float, float] | None:
+            return None if name in hidden else (self._decay(name), multipliers.get(name, 1.0))
+
+        groups, pieces = self._stretches(group), self.exchange.pieces
         own: list[tuple[float, list[tuple[Tensor, ...]]]] = []
         for (decay, _), parts in groups.items():
             own.append((decay, []))
@@ -205,15 +213,6 @@ class Adam:
                         mine = slice(a - begin, b - begin)
                         own[-1][1].append((self.master[a:b], self.grad[a:b], m[mine], v[mine]))
         return own, [rate for _, rate in groups]
-
-    def _of_muon(self, turned: set[str]) -> list[tuple[Tensor, Tensor]]:
-        """Gradients and momentum of Muon's matrices, as few long vectors."""
-        parts: list[slice] = []
-        ends = [slot.start for slot in self.slots[1:]] + [len(self.master)]
-        for slot, end in zip(self.slots, ends, strict=True):
-            if slot.name in turned:
-                _join(parts, slice(slot.start, end))
-        return [(self.grad[part], self.m[part]) for part in parts]
 
     def _by_shape(self, multipliers: Mapping[str, float], turned: set[str]) -> list[list[_Stack]]:
         """Muon's matrices by rate and shape; inside, those that are turned together."""
@@ -356,7 +355,7 @@ class Adam:
                     grad_scale=divisor,
                     found_inf=skip,
                 )
-        for g, m in self._stretches:
+        for g, m in self._momenta:
             self.momentum(g, m, divisor, skip)
         for i, family in enumerate(self._families, len(self._groups)):
             with self._beside(i):
@@ -468,7 +467,10 @@ class Adam:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Parameters (float32), their average if there is one, and both moments by the parameters'
         names, as views."""
-        return {key: dict(views) for key, views in self._state.items()}
+        return {
+            key: {slot.name: slot.of(flat) for slot in self.slots}
+            for key, flat in self._whole.items()
+        }
 
     def counters(self) -> dict[str, Tensor]:
         """What judges the steps, by name; what is not saved begins at zero."""
@@ -502,11 +504,22 @@ class Adam:
         self._refresh()
 
 
-def _join(parts: list[slice], part: slice) -> None:
-    """Append a stretch, or make the last one longer where it begins at its end."""
-    if parts and parts[-1].stop == part.start:
-        part = slice(parts.pop().start, part.stop)
-    parts.append(part)
+def _laid_out(module: nn.Module, *, copies: bool) -> tuple[list[_Slot], slice, int]:
+    """Where each parameter lies, which stretch has working copies, and the length of all.
+
+    Order: embeddings | linear weights | linear biases | norms. What decays comes first and what
+    has a working copy is contiguous, so both are slices.
+    """
+    linear = [m for m in module.modules() if copies and isinstance(m, nn.Linear)]
+    working = {id(p) for m in linear for p in m.parameters(recurse=False)}
+    slots, start, bounds = list[_Slot](), 0, [0]
+    for decays, works in ((True, False), (True, True), (False, True), (False, False)):
+        for name, parameter in module.named_parameters():
+            if is_decayed(name) == decays and (id(parameter) in working) == works:
+                slots.append(_Slot(name, start, parameter.shape))
+                start += -(-parameter.numel() // _ALIGN) * _ALIGN
+        bounds.append(start)
+    return slots, slice(bounds[1], bounds[3]), start
 
 
 def added(earlier: Sequence[Tensor | None] | None, grads: Sequence[Tensor | None]) -> list[Tensor]:
