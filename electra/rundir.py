@@ -106,57 +106,14 @@ def enter_run(
     """
     changed: dict[str, str] = {}
     if before:
-        with reading(out / "run.json"):
-            then = before["config"]
-            corpus_then, tokenizer_then = before["corpus_fingerprint"], before["tokenizer_hash"]
-        # What a setting did before there was one for it is its default.
-        old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
-        changed = differences(to_dict(old), to_dict(config))
-        if "optim.kind" in changed and config.optim.kind == "adam":
-            changed["optim.kind"] += " (the second moments of Muon's matrices begin at zero: their"
-            changed["optim.kind"] += " first updates are many times as large as the rate says)"
-        # Two stages of other lengths would take up the weights of one in the other.
-        fixed = (*_SHAPES, "run.train_steps") if config.switch_step is not None else _SHAPES
-        forbidden = [
-            line
-            for key, line in changed.items()
-            if key in fixed or (key not in _MAY_CHANGE and not force)
-        ]
-        if forbidden:
-            could = all(key not in fixed for key in changed)
-            raise ElectraError(
-                "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
-                where=str(out),
-                fix="give the settings the run began with, or choose another --out"
-                + (", or continue it as another experiment with --force" if could else ""),
-            )
-        for key, mine, theirs in (
-            ("tokenizer", corpus.tokenizer_hash, tokenizer_then),
-            ("corpus", corpus.fingerprint, corpus_then),
-        ):
-            if mine != theirs:
-                if force and key == "corpus":
-                    changed[key] = f"corpus: {theirs[:12]}… → {mine[:12]}…"
-                    continue
-                raise ElectraError(
-                    f"This run was started with another {key}: {theirs[:12]}…, now {mine[:12]}….",
-                    where=str(out),
-                    fix=f"give the {key} the run began with, or choose another --out",
-                )
+        changed = _compare(config, corpus, out, before, force)
     elif (out / "checkpoints").exists():
         raise ElectraError(
             "This directory has checkpoints but no run.json.",
             where=str(out),
             fix="restore run.json, or choose another --out",
         )
-    if not (out / "tokenizer").exists():
-        copy = out / ".tokenizer.tmp"
-        with storage_errors(out / "tokenizer"):
-            shutil.rmtree(copy, ignore_errors=True)
-            copy.mkdir()
-            for file in corpus.tokenizer_dir.iterdir():
-                write_atomic(copy / file.name, file.read_bytes())
-            os.replace(copy, out / "tokenizer")
+    _copy_tokenizer(corpus, out)
     write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
     history = list(before.get("history", []))
     if changed:
@@ -186,6 +143,57 @@ def enter_run(
     }
     write_atomic(out / "run.json", json_bytes(record, indent=1))
     return list(changed.values())
+
+
+def _compare(
+    config: PretrainConfig, corpus: Corpus, out: Path, before: dict[str, Any], force: bool
+) -> dict[str, str]:
+    """What is not as it was `before`, in words; raises if that makes it another experiment."""
+    with reading(out / "run.json"):
+        then = before["config"]
+        corpus_then, tokenizer_then = before["corpus_fingerprint"], before["tokenizer_hash"]
+    # A setting that is younger than the run had its default.
+    old = from_dict(PretrainConfig, then, where=f"{out / 'run.json'}: config")
+    changed = differences(to_dict(old), to_dict(config))
+    if "optim.kind" in changed and config.optim.kind == "adam":
+        changed["optim.kind"] += " (the second moments of Muon's matrices begin at zero: their"
+        changed["optim.kind"] += " first updates are many times as large as the rate says)"
+    # With stages of another length one of the two would take up the weights of the other.
+    fixed = (*_SHAPES, "run.train_steps") if config.switch_step is not None else _SHAPES
+    free = changed if force else _MAY_CHANGE
+    if forbidden := [changed[key] for key in changed if key in fixed or key not in free]:
+        could = changed.keys().isdisjoint(fixed)
+        raise ElectraError(
+            "This directory holds a run with other settings: " + "; ".join(forbidden) + ".",
+            where=str(out),
+            fix="give the settings the run began with, or choose another --out"
+            + (", or continue it as another experiment with --force" if could else ""),
+        )
+    for key, mine, theirs in (
+        ("tokenizer", corpus.tokenizer_hash, tokenizer_then),
+        ("corpus", corpus.fingerprint, corpus_then),
+    ):
+        if mine != theirs and force and key == "corpus":
+            changed[key] = f"corpus: {theirs[:12]}… → {mine[:12]}…"
+        elif mine != theirs:
+            raise ElectraError(
+                f"This run was started with another {key}: {theirs[:12]}…, now {mine[:12]}….",
+                where=str(out),
+                fix=f"give the {key} the run began with, or choose another --out",
+            )
+    return changed
+
+
+def _copy_tokenizer(corpus: Corpus, out: Path) -> None:
+    if (out / "tokenizer").exists():
+        return
+    copy = out / ".tokenizer.tmp"
+    with storage_errors(out / "tokenizer"):
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        for file in corpus.tokenizer_dir.iterdir():
+            write_atomic(copy / file.name, file.read_bytes())
+        os.replace(copy, out / "tokenizer")
 
 
 def found_micro_batch(out: Path, stage: str) -> int | None:
