@@ -62,14 +62,13 @@ License = Annotated[str, LICENSE]
 def _rules(cls: type) -> list[tuple[str, _Rule, tuple[Any, ...]]]:
     """The rules in the annotations of a class, also in those that allow None or a word as well:
     (setting, rule, values that the rule is not about)."""
-    return [
-        (name, rule, (None, *words))
-        for name, hint in typing.get_type_hints(cls, include_extras=True).items()
-        for parts in ((hint, *typing.get_args(hint)),)
-        for words in ([w for p in parts if typing.get_origin(p) is Literal for w in p.__args__],)
-        for part in parts
-        for rule in getattr(part, "__metadata__", ())
-    ]
+    found: list[tuple[str, _Rule, tuple[Any, ...]]] = []
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        parts = (hint, *typing.get_args(hint))
+        words = [word for p in parts if typing.get_origin(p) is Literal for word in p.__args__]
+        rules = [rule for p in parts for rule in getattr(p, "__metadata__", ())]
+        found += [(name, rule, (None, *words)) for rule in rules]
+    return found
 
 
 class Settings:
@@ -356,93 +355,64 @@ class PretrainConfig:
             fix = "raise encoder.max_positions or shorten the sequences"
             raise ElectraError(what, where="data.sequence_length", fix=fix)
         o, g = self.objective, self.generator
+        if o.algorithm != "joint" and (o.kind, g.kind) != ("rtd", "network"):
+            what = f"{o.algorithm} is a way to train a generator and a discriminator."
+            fix = "use it with objective.kind rtd and generator.kind network"
+            raise ElectraError(what, where="objective.algorithm", fix=fix)
+        if o.algorithm == "two_stage":
+            self._check_stages()
+        if o.kind == "electric" and g.sharing == "all":
+            what = "The two towers of electric read in one direction, the discriminator in both."
+            fix = "set generator.sharing to embeddings"
+            raise ElectraError(what, where="generator.sharing", fix=fix)
+        if self.optim.kind == "muon" and self.run.sharding == "optimizer":
+            what = "Muon turns whole matrices, of which a share of the optimizer has parts."
+            fix = "set run.sharding to none, or optim.kind to adam"
+            raise ElectraError(what, where="run.sharding", fix=fix)
+        if o.kind == "electric" and self.data.examples_per_row > 1:
+            what = "The two towers of electric read a sequence from end to end."
+            fix = "set data.examples_per_row to 1"
+            raise ElectraError(what, where="data.examples_per_row", fix=fix)
+        self._check_generator()
+
+    def _check_stages(self) -> None:
+        """Those of two_stage."""
+        g = self.generator
+        if g.sharing != "none":
+            what = "The frozen generator of two_stage cannot share weights."
+            raise ElectraError(what, "generator.sharing", "set generator.sharing to none")
+        if self.objective.stage_two == "copy" and (g.width, g.depth) != (1, 1):
+            what = "Only a generator of the discriminator's size can be copied into it."
+            fix = "set generator.width and generator.depth to 1, or objective.stage_two to fresh"
+            raise ElectraError(what, where="objective.stage_two", fix=fix)
+        if self.run.minutes is not None:
+            what = "two_stage changes over at half of the steps, which minutes do not tell."
+            raise ElectraError(what, where="run.minutes", fix="use run.train-steps alone")
+
+    def _check_generator(self) -> None:
+        """What is asked of the generator, or of its place beside the discriminator."""
+        o, g = self.objective, self.generator
         trains_both = o.kind != "mlm" and g.kind == "network" and not g.frozen
-        for broken, where, what, fix in (
-            (
-                o.algorithm != "joint" and (o.kind, g.kind) != ("rtd", "network"),
-                "objective.algorithm",
-                f"{o.algorithm} is a way to train a generator and a discriminator.",
-                "use it with objective.kind rtd and generator.kind network",
-            ),
-            (
-                o.algorithm == "two_stage" and g.sharing != "none",
-                "generator.sharing",
-                "The frozen generator of two_stage cannot share weights.",
-                "set generator.sharing to none",
-            ),
-            (
-                o.algorithm == "two_stage"
-                and o.stage_two == "copy"
-                and (g.width, g.depth) != (1, 1),
-                "objective.stage_two",
-                "Only a generator of the discriminator's size can be copied into it.",
-                "set generator.width and generator.depth to 1, or objective.stage_two to fresh",
-            ),
-            (
-                o.algorithm == "two_stage" and self.run.minutes is not None,
-                "run.minutes",
-                "two_stage changes over at half of the steps, which minutes do not tell.",
-                "use run.train-steps alone",
-            ),
-            (
-                o.kind == "electric" and g.sharing == "all",
-                "generator.sharing",
-                "The two towers of electric read in one direction, the discriminator in both.",
-                "set generator.sharing to embeddings",
-            ),
-            (
-                self.optim.kind == "muon" and self.run.sharding == "optimizer",
-                "run.sharding",
-                "Muon turns whole matrices, of which a share of the optimizer has parts.",
-                "set run.sharding to none, or optim.kind to adam",
-            ),
-            (
-                o.kind == "electric" and self.data.examples_per_row > 1,
-                "data.examples_per_row",
-                "The two towers of electric read a sequence from end to end.",
-                "set data.examples_per_row to 1",
-            ),
-            (
-                g.frozen and (o.algorithm != "joint" or o.kind == "mlm"),
-                "generator.frozen",
-                "Only a generator that is trained beside a discriminator can stay as it is.",
-                "set objective.algorithm to joint, and objective.kind to another than mlm",
-            ),
-            (
-                self.optim.generator_rate != 1 and not trains_both,
-                "optim.generator_rate",
-                "There is no generator in training that could have a rate of its own.",
-                "leave it at 1",
-            ),
-            (
-                o.disc_start_percent > 0 and not (trains_both and o.algorithm == "joint"),
-                "objective.disc_start_percent",
-                "Only a generator that is trained beside the discriminator can begin before it.",
-                "use it with objective.algorithm joint and generator.kind network, or leave it at "
-                "0",
-            ),
-            (
-                o.disc_positions != "all" and o.kind not in ("rtd", "electric"),
-                "objective.disc_positions",
-                f"{o.kind} has no discriminator whose tokens could be chosen.",
-                "use it with objective.kind rtd",
-            ),
-            (
-                g.kind != "network"
-                and (
-                    g.frozen
-                    or g.disallow_correct
-                    or g.sharing == "disentangled"
-                    or (g.temperature, g.temperature_steps) != (1, 0)
-                    or o.kind == "electric"
-                ),
-                "generator.kind",
-                "This needs a generator that is a network.",
-                "set generator.kind to network",
-            ),
-        ):
-            if broken:
-                raise ElectraError(what, where=where, fix=fix)
+        if g.frozen and (o.algorithm != "joint" or o.kind == "mlm"):
+            what = "Only a generator that is trained beside a discriminator can stay as it is."
+            fix = "set objective.algorithm to joint, and objective.kind to another than mlm"
+            raise ElectraError(what, where="generator.frozen", fix=fix)
+        if self.optim.generator_rate != 1 and not trains_both:
+            what = "There is no generator in training that could have a rate of its own."
+            raise ElectraError(what, where="optim.generator_rate", fix="leave it at 1")
+        if o.disc_start_percent > 0 and not (trains_both and o.algorithm == "joint"):
+            what = "Only a generator that is trained beside the discriminator can begin before it."
+            fix = "use it with objective.algorithm joint and generator.kind network, or leave it at"
+            raise ElectraError(what, where="objective.disc_start_percent", fix=f"{fix} 0")
+        if o.disc_positions != "all" and o.kind not in ("rtd", "electric"):
+            what = f"{o.kind} has no discriminator whose tokens could be chosen."
+            fix = "use it with objective.kind rtd"
+            raise ElectraError(what, where="objective.disc_positions", fix=fix)
+        needs_network = g.frozen or g.disallow_correct or g.sharing == "disentangled"
+        needs_network |= (g.temperature, g.temperature_steps) != (1, 0) or o.kind == "electric"
+        if g.kind != "network" and needs_network:
+            what = "This needs a generator that is a network."
+            raise ElectraError(what, where="generator.kind", fix="set generator.kind to network")
 
     def without_effect(self) -> Iterator[str]:
         """A sentence for every setting that has another value than its default and does nothing."""
