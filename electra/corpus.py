@@ -57,12 +57,11 @@ def prepare(
     default); `shard_bytes` is the text, in characters, behind one shard. Raises `Stopped` soon
     after `should_stop` says so; full shards are kept.
     """
-    if short_percent is None:
-        short_percent = SHORT_PERCENT.get(builder, 0.0)
+    short = float(SHORT_PERCENT.get(builder, 0.0) if short_percent is None else short_percent)
     settings = {
         "sequence_length": sequence_length,
         "builder": builder,
-        "short_percent": float(short_percent),
+        "short_percent": short,
         "held_out_percent": float(held_out_percent),
         "seed": seed,
         "column": column,
@@ -79,11 +78,8 @@ def prepare(
             return _complete(out, job)
         stats = TextStats()
         documents = read_documents(paths, column=column, stats=stats)
-        size = min(PIECE_CHARACTERS, shard_bytes)
-        pieces = pieces_of(documents, size, held_out_percent, seed)
-        make = partial(
-            PieceBuilder, tokenizer.to_json(), builder, sequence_length, seed, short_percent
-        )
+        pieces = pieces_of(documents, min(PIECE_CHARACTERS, shard_bytes), held_out_percent, seed)
+        make = partial(PieceBuilder, tokenizer.to_json(), builder, sequence_length, seed, short)
         with closing(_Writer(out, job, max(1, shard_bytes // PIECE_CHARACTERS))) as writer:
             tokenizer.save(out / "tokenizer")
             tokens = sum(shard.counts.tokens for shard in writer.shards)
@@ -98,26 +94,7 @@ def prepare(
                     )
                     if should_stop():
                         raise Stopped
-            writer.finish()
-        manifest = Manifest(
-            settings=settings,
-            vocab_size=tokenizer.vocab_size,
-            special_ids=tokenizer.special_names,
-            tokenizer_hash=tokenizer.hash,
-            tokenizer_files=tuple(
-                FileSum(path.name, path.stat().st_size, xxh3_file(path))
-                for path in _listing(out / "tokenizer")
-            ),
-            shards=tuple(s for part in PARTS for s in writer.shards if s.part == part),
-            text=asdict(stats),
-            inputs=described,
-        )
-        if not manifest.counts("train").examples:
-            what = "The text gives no example: the tokenizer finds no token in it."
-            raise ElectraError(what, paths[0], "check that tokenizer and text belong together")
-        write_atomic(out / "manifest.json", json_bytes(manifest.to_dict(), indent=1))
-        writer.progress.unlink()
-        return manifest
+            return writer.finish(tokenizer, stats, described)
 
 
 def _check_settings(given: dict[str, Any]) -> None:
@@ -228,11 +205,31 @@ class _Writer:
         if len(counts) == self.pieces_per_shard:
             self._complete(part)
 
-    def finish(self) -> None:
-        """Makes shards of what is left."""
+    def finish(self, tokenizer: Tokenizer, stats: TextStats, inputs: dict[str, Any]) -> Manifest:
+        """Makes shards of what is left, and a corpus of all shards."""
         for part in PARTS:
             if part in self._open:
                 self._complete(part)
+        manifest = Manifest(
+            settings=self.job["settings"],
+            vocab_size=tokenizer.vocab_size,
+            special_ids=tokenizer.special_names,
+            tokenizer_hash=tokenizer.hash,
+            tokenizer_files=tuple(
+                FileSum(path.name, path.stat().st_size, xxh3_file(path))
+                for path in _listing(self.out / "tokenizer")
+            ),
+            shards=tuple(s for part in PARTS for s in self.shards if s.part == part),
+            text=asdict(stats),
+            inputs=inputs,
+        )
+        if not manifest.counts("train").examples:
+            what = "The text gives no example: the tokenizer finds no token in it."
+            where, fix = inputs["files"][0]["path"], "check that tokenizer and text belong together"
+            raise ElectraError(what, where, fix)
+        write_atomic(self.out / "manifest.json", json_bytes(manifest.to_dict(), indent=1))
+        self.progress.unlink()
+        return manifest
 
     def close(self) -> None:
         """Drops the shards that are not full."""
