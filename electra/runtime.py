@@ -190,50 +190,28 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
             where="run.device",
             fix="use --run.device cpu, or check the driver with `electra env`",
         )
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device("cpu")
     if wants_cuda:
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        device = torch.device("cuda", local)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     owns_group = world > 1 and not dist.is_initialized()
     store: Any = None
     if owns_group:
         limit = timedelta(seconds=config.timeout_seconds)
-        backend = "nccl" if wants_cuda else "gloo"
-        with _ended_by_signals():
-            store, rank, world = next(iter(rendezvous("env://", timeout=limit)))
-            store.set(f"electra/here/{rank}", "yes")
-            for other, answer in roll_call(store, "here", world, limit).items():
-                if answer is None:
-                    raise _lost(other, None)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=world, timeout=limit
-            )
-        store = store.clone()
-        store.set_timeout(_GRACE)  # it may live in the process that froze
+        store, rank, world = _join_group("nccl" if wants_cuda else "gloo", limit)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # With warnings alone torch's attention would go on adding up its gradients in any order.
         torch.use_deterministic_algorithms(True)
         # Memory need not be filled before it is written: that shows mistakes, and takes time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16" if wants_cuda else "fp32"
-    if precision == "bf16" and not wants_cuda and not bf16_survives():
-        raise ElectraError(
-            "bf16 arithmetic kills the process on this CPU (tried in a child process).",
-            where="run.precision",
-            fix="use --run.precision fp32, which is also the faster one here; or cap the "
-            "instruction set with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
-        )
+    dtype = _dtype(config, on_gpu=wants_cuda)
     if not wants_cuda:
         _keep_freed_memory()
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
-    # torch unpickles what it compiled before, by default from a folder that anybody can prepare;
-    # and by its key it takes old for new where an operator of ours has changed.
+    # torch unpickles what it compiled before: by default from a folder that anybody can prepare,
+    # and under a key that does not change when an operator of ours does.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     own = f"{cache}/electra/compiled/{source_hash()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
@@ -246,7 +224,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     torch.set_num_threads(threads)
     return Runtime(
         device=device,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        dtype=dtype,
         compiled=compiled,
         cuda_graph=graph,
         threads=threads,
@@ -255,6 +233,34 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         owns_group=owns_group,
         store=store,
     )
+
+
+def _join_group(backend: str, limit: timedelta) -> tuple[Any, int, int]:
+    """Meet the other processes; the store they share, this one's rank, and how many they are."""
+    store: Any
+    with _ended_by_signals():
+        store, rank, world = next(iter(rendezvous("env://", timeout=limit)))
+        store.set(f"electra/here/{rank}", "yes")
+        for other, answer in roll_call(store, "here", world, limit).items():
+            if answer is None:
+                raise _lost(other, None)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    store = store.clone()
+    store.set_timeout(_GRACE)  # it may live in the process that froze
+    return store, rank, world
+
+
+def _dtype(config: RunConfig, *, on_gpu: bool) -> torch.dtype:
+    if config.precision == "fp32" or (config.precision == "auto" and not on_gpu):
+        return torch.float32
+    if not on_gpu and not bf16_survives():
+        raise ElectraError(
+            "bf16 arithmetic kills the process on this CPU (tried in a child process).",
+            where="run.precision",
+            fix="use --run.precision fp32, which is also the faster one here; or cap the "
+            "instruction set with ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16",
+        )
+    return torch.bfloat16
 
 
 @contextlib.contextmanager
@@ -337,19 +343,19 @@ def source_hash() -> str:
 
 def source() -> dict[str, str]:
     """Which code runs: a hash over the package's files and, in a git checkout, its commit."""
-    package = Path(__file__).parent
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True)
+
     found = {"source": source_hash()}
-    git = ["git", "-C", str(package)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-        changes = subprocess.run(
-            [*git, "status", "--porcelain", "--", "."], capture_output=True, text=True
-        )
+        commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
+        tracked = git("ls-files", "--error-unmatch", __file__)
     except OSError:  # no git here
         return found
-    tracked = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True)
-    if commit.returncode == 0 and tracked.returncode == 0:
-        found["commit"] = commit.stdout.strip() + (" and changes" if changes.stdout else "")
+    if commit.returncode == tracked.returncode == 0:
+        found["commit"] = commit.stdout.decode().strip() + " and changes" * bool(changes.stdout)
     return found
 
 
