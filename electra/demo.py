@@ -62,10 +62,6 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     console.rule("1  text, tokenizer, corpus")
     console.print(text.source)
     train, test = _split(text)
-    if not train or len(_sentences(test, random.Random(0))) < 20:
-        what = "The text has too few documents to keep some of them aside."
-        fix = "give some dozens of documents, with a blank line between them"
-        raise ElectraError(what, where="--input", fix=fix)
     console.print(f"{len(test)} of {len(text.documents)} documents are kept aside for steps 3, 4")
     file = _write_text(train, out / "text" / "train.txt")
     tokenizer = train_tokenizer([file], vocab_size=VOCABULARY)
@@ -109,16 +105,7 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
         "seconds": round(time.perf_counter() - begin, 1),
     }
     write_atomic(out / "demo.json", json_bytes(result, indent=1))
-    console.rule("where everything lies")
-    for name, place in {
-        "curves": out / "run" / "curves.png",
-        "numbers": f"{out / 'demo.json'}, {out / 'run' / 'metrics.jsonl'}",
-        "model": ", ".join(map(str, report.directories)),
-        "try it": f'electra detect --model {out / "export"} "a sentence of yours"',
-        "fine-tuned": out / "tuned" / "pretrained" / "model",
-        "load it": f"AutoModel.from_pretrained('{out / 'export' / 'discriminator'}')",
-    }.items():
-        console.print(f"{name:12} {place}")
+    _show_places(out, report.directories)
     console.print(f"all of it took {result['seconds']:.0f} s")
     return result
 
@@ -130,6 +117,10 @@ def _split(text: DemoText) -> tuple[list[Prose], list[Prose]]:
     for document in text.documents:
         digest = int(hashlib.sha256(document.name.encode()).hexdigest(), 16)
         (train if digest % 6 else test).append(document)
+    if not train or len(_sentences(test, random.Random(0))) < 20:
+        what = "The text has too few documents to keep some of them aside."
+        fix = "give some dozens of documents, with a blank line between them"
+        raise ElectraError(what, where="--input", fix=fix)
     return train, test
 
 
@@ -139,6 +130,19 @@ def _write_text(documents: Sequence[Prose], path: Path) -> Path:
     if not path.is_file() or path.read_bytes() != whole:  # touched, it would be another corpus
         write_atomic(path, whole)
     return path
+
+
+def _show_places(out: Path, models: Sequence[Path]) -> None:
+    console.rule("where everything lies")
+    for name, place in {
+        "curves": out / "run" / "curves.png",
+        "numbers": f"{out / 'demo.json'}, {out / 'run' / 'metrics.jsonl'}",
+        "model": ", ".join(map(str, models)),
+        "try it": f'electra detect --model {out / "export"} "a sentence of yours"',
+        "fine-tuned": out / "tuned" / "pretrained" / "model",
+        "load it": f"AutoModel.from_pretrained('{out / 'export' / 'discriminator'}')",
+    }.items():
+        console.print(f"{name:12} {place}")
 
 
 # ---------------------------------------------------------------------- the exchanged word
