@@ -99,7 +99,7 @@ def export_onnx(
     """
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # read when onnxruntime is imported
     needed = ("onnxruntime", "onnx", "onnxscript", "onnxruntime.quantization")
-    runtime, onnx, _, quantization = map(_extra, needed)
+    *_, quantization = map(_extra, needed)
     directory = _directory(model)
     graph, tokenizer, tuned = _load(directory, part)
     if data is not None and (tuned is None or tuned.task.kind != "classification" or not int8):
@@ -109,24 +109,11 @@ def export_onnx(
     out = directory if out is None else out
     longest = graph.encoder.config.max_positions
     checks = [_rows(tokenizer, B, min(T, longest)) for B, T in _SHAPES]
-
-    def session(path: Path) -> Run:
-        ready = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        return lambda rows: ready.run(
-            None, {name: t.numpy() for name, t in zip(_INPUTS, rows, strict=True)}
-        )
-
     with _beside(out) as temporary, _quietly():
         plain, small = temporary / "model.onnx", temporary / "model_quantized.onnx"
         is_large = sum(4 * p.numel() for p in graph.parameters()) > _ONE_FILE
-        program = _trace(graph, checks[3])
-        program.save(plain, external_data=is_large)
-        proto = onnx.load(plain, load_external_data=False)
-        # Shapes that the quantiser would contradict, and where this code lay on this machine.
-        for told in (proto.graph.value_info, *(n.metadata_props for n in proto.graph.node)):
-            del told[:]
-        onnx.save(proto, plain)
-        apart = _differences(graph, session(plain), checks)
+        opset = _write(graph, checks[3], plain, is_large)
+        apart = _differences(graph, _session(plain), checks)
         largest = max(1.0, *(float(o.abs().max()) for rows in checks for o in graph(*rows)))
         is_close = apart.max() <= hf._TOLERANCE * largest
         hf._require(is_close, f"outputs differ by {apart.max():.1e} in onnxruntime")
@@ -135,17 +122,16 @@ def export_onnx(
             options = {"per_channel": True, "use_external_data_format": is_large}
             kind = quantization.QuantType.QInt8
             quantization.quantize_dynamic(plain, small, weight_type=kind, **options)
-            rounded = _differences(graph, session(small), checks)
+            rounded = _differences(graph, _session(small), checks)
             cost = {"largest": float(rounded.max()), "mean": float(rounded.mean())}
-            for name, path in (("accuracy", plain), ("accuracy_int8", small)):
-                if labelled is not None:
-                    cost[name] = _accuracy(session(path), *labelled)
+            if labelled is not None:
+                cost["accuracy"] = _accuracy(_session(plain), *labelled)
+                cost["accuracy_int8"] = _accuracy(_session(small), *labelled)
         names = [name for name in reversed(_FILES) if (temporary / name).is_file()]
     if out != directory:
         for name in _BESIDE:
             if (directory / name).is_file():
                 write_atomic(out / name, (directory / name).read_bytes())
-    opset = int(program.model.opset_imports[""])
     return OnnxReport(tuple(out / n for n in names), opset, float(apart.max()), cost)
 
 
@@ -208,6 +194,26 @@ def _trace(graph: _Graph, rows: Rows) -> Any:
     names: Any = {"input_names": _INPUTS, "output_names": graph.outputs}
     return torch.onnx.export(
         graph, rows, dynamo=True, dynamic_shapes=shapes, verbose=False, **names
+    )
+
+
+def _write(graph: _Graph, rows: Rows, file: Path, is_large: bool) -> int:
+    """The graph as a file; returns the opset of ONNX that it needs."""
+    onnx, program = _extra("onnx"), _trace(graph, rows)
+    program.save(file, external_data=is_large)
+    proto = onnx.load(file, load_external_data=False)
+    # Shapes that the quantiser would contradict, and where this code lay on this machine.
+    for told in (proto.graph.value_info, *(n.metadata_props for n in proto.graph.node)):
+        del told[:]
+    onnx.save(proto, file)
+    return int(program.model.opset_imports[""])
+
+
+def _session(file: Path) -> Run:
+    runtime = _extra("onnxruntime")
+    ready = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return lambda rows: ready.run(
+        None, {name: t.numpy() for name, t in zip(_INPUTS, rows, strict=True)}
     )
 
 
