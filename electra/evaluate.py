@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .batches import Block
 from .corpus import Examples
 from .errors import Stopped
-from .objectives import Objective
+from .objectives import Batch, Objective, Predictions
 from .randomness import StepRng
 
 EVAL_SEED = 20_200_323  # the day the paper came out
@@ -64,30 +64,15 @@ def evaluate(
     Raises Stopped soon after `should_stop` says so.
     """
     config = objective.config
-    device = next(objective.parameters()).device
     count = min(len(examples), batches * config.data.batch_size)
     # Evenly spread, so that a small evaluation sees all of the held-out part.
     index = np.linspace(0, len(examples) - 1, count).astype(np.int64)
-    nll: list[np.ndarray] = []
-    right: list[np.ndarray] = []
-    logits: list[np.ndarray] = []
-    labels: list[np.ndarray] = []
+    nll, right, logits, labels = (list[np.ndarray]() for _ in range(4))
     size = min(config.data.batch_size, at_once)
     for begin in range(0, count, size):
         if should_stop():
             raise Stopped
-        rows = index[begin : begin + size]
-        ids, segment, lengths = examples.gather(rows)
-
-        def put(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array.astype(np.int32))[None].to(device)
-
-        length = put(lengths[:, None])
-        block = Block(put(ids), put(segment), length, length)
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        batch = block.batch(zero, slice(None), config)
-        number = torch.arange(begin, begin + len(rows), device=device)
-        p = objective.predict(batch, StepRng(EVAL_SEED, zero, number), training=False)
+        batch, p = _predict(objective, examples, index[begin : begin + size], begin)
         original = batch.x.gather(1, p.m.at)
         each = F.cross_entropy(
             p.mlm_logits.float().flatten(0, 1), original.flatten(), reduction="none"
@@ -116,6 +101,24 @@ def evaluate(
         disc_recall=float(called[replaced].mean()) if replaced.any() else 0.0,
         replaced_percent=100 * float(replaced.mean()),
     )
+
+
+def _predict(
+    objective: Objective, examples: Examples, rows: NDArray[np.int64], begin: int
+) -> tuple[Batch, Predictions]:
+    """These examples, the first of which has the number `begin` in the evaluation."""
+    device = next(objective.parameters()).device
+    ids, segment, lengths = examples.gather(rows)
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int32))[None].to(device)
+
+    length = put(lengths[:, None])
+    block = Block(put(ids), put(segment), length, length)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    batch = block.batch(zero, slice(None), objective.config)
+    number = torch.arange(begin, begin + len(rows), device=device)
+    return batch, objective.predict(batch, StepRng(EVAL_SEED, zero, number), training=False)
 
 
 def roc_auc(score: np.ndarray, positive: np.ndarray) -> float:
