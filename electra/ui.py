@@ -34,7 +34,7 @@ from torch import Tensor
 from . import __version__, hf, tasks, web
 from .config import ObjectiveConfig, PretrainConfig, flat, from_dict, to_dict
 from .corruption import choose_positions, num_masked, sample
-from .detect import LIKELY, cut, hidden_in_turn, probabilities, with_generator
+from .detect import LIKELY, Row, cut, hidden_in_turn, probabilities, with_generator
 from .encoder import Block
 from .errors import EXIT_STOPPED, ElectraError
 from .features import encode_texts
@@ -353,23 +353,12 @@ def corrupt(
     if model.generator is None:  # which would fill in what is masked
         masked = []
     if masked is None:
-        inside = torch.ones(1, count + 2, dtype=torch.bool)
-        inside[0, [0, -1]] = False
-        length, settings = torch.tensor([count + 2]), ObjectiveConfig()
-        slots = int(num_masked(length, count, settings))
-        at = choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
+        at = _as_in_training(count, rng)
     else:
         at = torch.tensor(sorted({i for i in masked if i < count}), dtype=torch.int64)
     x_corrupt = x.clone()
     if len(at):
-        encoder, head = hf.build_generator(model.network("generator"))
-        x_masked, states = x.index_fill(0, at, tokenizer.mask_id), list[Tensor]()
-        for row, places in ((row, row.places(at)) for row in rows):
-            if len(places):
-                seen = row.filled(x_masked)  # (1, T)
-                states.append(encoder(seen, torch.zeros_like(seen), None, None)[0, places])
-        h = torch.cat(states)  # (M, D)
-        g = head(h, encoder.embeddings.word.weight)[:, :vocab_size].float()  # (M, V)
+        g = _guess(model, rows, x, at)[:, :vocab_size].float()  # (M, V)
         drawn = sample(g, rng.uniform(Purpose.SAMPLE, count)[0, at])
         p, best = g.softmax(-1), g.topk(min(_ALTERNATIVES, vocab_size)).indices
         for k, place in enumerate(at.tolist()):
@@ -396,6 +385,26 @@ def corrupt(
         piece |= {"replaced": changed[i], "before": float(before[i]), "p": float(after[i])}
         piece["shown"] = now[i] if changed[i] else piece["text"]
     return {"tokens": pieces, "masked": at.tolist(), "seed": seed}
+
+
+def _as_in_training(count: int, rng: StepRng) -> Tensor:
+    """Places to mask in a text of `count` tokens, in order."""
+    inside = torch.ones(1, count + 2, dtype=torch.bool)
+    inside[0, [0, -1]] = False
+    length, settings = torch.tensor([count + 2]), ObjectiveConfig()
+    slots = int(num_masked(length, count, settings))
+    return choose_positions(inside, length, slots, settings, rng).at[0].sort().values - 1
+
+
+def _guess(model: hf.Pretrained, rows: list[Row], x: Tensor, at: Tensor) -> Tensor:
+    """The generator's logits at these places, all of them masked, (M, V)."""
+    encoder, head = hf.build_generator(model.network("generator"))
+    x_masked, states = x.index_fill(0, at, model.needed_tokenizer().mask_id), list[Tensor]()
+    for row in rows:
+        if len(places := row.places(at)):
+            seen = row.filled(x_masked)  # (1, T)
+            states.append(encoder(seen, torch.zeros_like(seen), None, None)[0, places])
+    return head(torch.cat(states), encoder.embeddings.word.weight)
 
 
 @torch.no_grad()
