@@ -49,7 +49,7 @@ _OF_DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")  # descr
 
 
 def _open_zstd(path: Path) -> BinaryIO:
-    # Arrow's reader rather than that of `zstandard`, which takes a truncated file for a whole.
+    # Arrow's reader rather than that of `zstandard`, which takes a truncated file for a whole one.
     import pyarrow as pa
 
     return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
@@ -413,11 +413,7 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
                 is_first = consumed == 0
                 if is_first:
                     _refuse_other_encodings(path, block)
-                if (nul := block.find(b"\0")) >= 0:
-                    what = "A NUL byte: this is a binary file, or text that is not UTF-8."
-                    where = f"line {number + _line_ends(block[:nul])}, byte {consumed + nul}"
-                    fix = "give only text files; to remove stray ones: tr -d '\\000' < OLD > NEW"
-                    raise ElectraError(what, f"{path}, {where}", fix)
+                _refuse_binary(path, block, number, consumed)
                 consumed += len(block)
                 text = decoder.decode(block, final=not block)
                 if is_first and text.startswith("\ufeff"):
@@ -436,12 +432,7 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
                     for part in whole:
                         yield number, part
     except UnicodeDecodeError as error:
-        before, wrong = error.object[: error.start], error.object[error.start]
-        what = f"The text is not valid UTF-8: byte 0x{wrong:02x}, {error.reason}."
-        offset = consumed - len(error.object) + error.start
-        where = f"{path}, line {number + _line_ends(before)}, byte {offset}"
-        fix = "convert it, for example: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
-        raise ElectraError(what, where, fix) from error
+        raise _not_utf8(error, path, number, consumed) from error
     except _UNREADABLE as error:
         raise _cut_short(error, f"{path}, line {number}") from error
     stats.bytes += consumed
@@ -471,6 +462,23 @@ def _refuse_other_encodings(path: Path, block: bytes) -> None:
         if block.startswith(("\ufeff".encode(f"{name}LE"), "\ufeff".encode(f"{name}BE"))):
             fix = f"convert it: iconv -f {name} -t UTF-8 OLD > NEW"
             raise ElectraError(f"The file is {name}, not UTF-8.", path, fix)
+
+
+def _refuse_binary(path: Path, block: bytes, line: int, consumed: int) -> None:
+    if (nul := block.find(b"\0")) >= 0:
+        what = "A NUL byte: this is a binary file, or text that is not UTF-8."
+        where = f"{path}, line {line + _line_ends(block[:nul])}, byte {consumed + nul}"
+        fix = "give only text files; to remove stray ones: tr -d '\\000' < OLD > NEW"
+        raise ElectraError(what, where, fix)
+
+
+def _not_utf8(error: UnicodeDecodeError, path: Path, line: int, consumed: int) -> ElectraError:
+    before, wrong = error.object[: error.start], error.object[error.start]
+    what = f"The text is not valid UTF-8: byte 0x{wrong:02x}, {error.reason}."
+    offset = consumed - len(error.object) + error.start
+    where = f"{path}, line {line + _line_ends(before)}, byte {offset}"
+    fix = "convert it, for example: iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW"
+    return ElectraError(what, where, fix)
 
 
 def _line_ends(data: bytes) -> int:
