@@ -355,6 +355,11 @@ def fault_point(name: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def has_any(directory: Path) -> bool:
+    """Whether a checkpoint was ever saved there, damaged ones among them."""
+    return any(not path.name.startswith(".") for path in directory.glob("*step-*"))
+
+
 def _steps(directory: Path) -> list[Path]:
     """Checkpoints by name, newest first; none where there is no directory yet."""
     if not directory.is_dir():

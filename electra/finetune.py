@@ -41,7 +41,7 @@ from torch import Tensor
 
 from . import __version__, metrics, squad, tasks
 from . import runtime as runtimes
-from .checkpoint import Saver, load_newest
+from .checkpoint import Saver, has_any, load_newest
 from .config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from .encoder import Embeddings, Encoder
 from .errors import CorruptError, ElectraError, NumericError, Stopped, StopRequest
@@ -476,6 +476,8 @@ def finetune(
         fix = "start it without torchrun; one GPU trains several seeds at once"
         raise ElectraError(what, where="WORLD_SIZE", fix=fix)
     before = read_json(out / "finetune.json")
+    if not _has_past(out):
+        before = {}
     steps = len(data.train) / config.batch_size * (config.epochs or 1) * config.seeds
     pays = config.compile != "auto" or steps >= _COMPILE_FROM
     names = ("device", "precision", "deterministic", "threads")
@@ -501,6 +503,13 @@ def finetune(
             finally:
                 log.close()
         return run.finish([done[seed] for seed in run.seeds])
+
+
+def _has_past(out: Path) -> bool:
+    """Whether anything was saved; a run without it begins again as whatever is asked for, perhaps
+    with the smaller batch that an error advised."""
+    is_done = any(any(out.glob(name)) for name in ("results.json", "seed-*/result.json"))
+    return is_done or any(map(has_any, out.glob("seed-*/checkpoints")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,12 +34,12 @@ from .errors import (
     StopRequest,
 )
 from .evaluate import Evaluation, diagnose, evaluate, token_counts, unigram_entropy
-from .files import exclusive, read_json, reading
+from .files import exclusive, reading
 from .flops import matmul_flops_per_token
 from .micro_batch import compiling, device_errors, find_micro_batch
 from .objectives import SpecialIds, build_objective, disc_share
 from .optim import learning_rate
-from .rundir import check_fits, check_room, enter_run, was_evaluated
+from .rundir import check_fits, check_room, enter_run, record_of, was_evaluated
 from .runlog import RunLog, draw_curves
 from .runtime import Runtime
 from .trainer import Meter, Trainer
@@ -65,7 +65,7 @@ def pretrain(
     """
     check_fits(config, corpus)
     # Read before the run is entered, so that a resumed run computes with the same thread count.
-    before = read_json(out / "run.json")
+    before = record_of(out)
     runtime = runtimes.start(config.run, threads=before.get("threads"))
     if config.data.batch_size % runtime.world:
         raise ElectraError(

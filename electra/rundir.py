@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .checkpoint import load_newest
+from .checkpoint import has_any, load_newest
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import DiskFull, ElectraError
@@ -91,6 +91,13 @@ def check_fits(config: PretrainConfig, corpus: Corpus) -> None:
         )
 
 
+def record_of(out: Path) -> dict[str, Any]:
+    """What run.json says; nothing where nothing was saved: such a run has no past and begins again
+    as whatever is asked for, be it that its settings were refused behind `enter_run`."""
+    record = read_json(out / "run.json")
+    return record if has_any(out / "checkpoints") else {}
+
+
 def enter_run(
     config: PretrainConfig,
     corpus: Corpus,
@@ -107,13 +114,18 @@ def enter_run(
     changed: dict[str, str] = {}
     if before:
         changed = _compare(config, corpus, out, before, force)
-    elif (out / "checkpoints").exists():
+    elif has_any(out / "checkpoints"):
         raise ElectraError(
             "This directory has checkpoints but no run.json.",
             where=str(out),
             fix="restore run.json, or choose another --out",
         )
-    _copy_tokenizer(corpus, out)
+    if config.objective.kind != "mlm" and config.generator.kind == "network":
+        _ = config.generator_encoder  # refuses a fraction that gives no whole sizes
+    if not before and (out / "run.json").exists():  # of a run that never saved anything
+        shutil.rmtree(out / "tokenizer", ignore_errors=True)
+        (out / "metrics.jsonl").unlink(missing_ok=True)
+    _copy_tokenizer(corpus, out, is_new=not before)
     write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
     history = list(before.get("history", []))
     if changed:
@@ -184,16 +196,20 @@ def _compare(
     return changed
 
 
-def _copy_tokenizer(corpus: Corpus, out: Path) -> None:
-    if (out / "tokenizer").exists():
+def _copy_tokenizer(corpus: Corpus, out: Path, *, is_new: bool) -> None:
+    tokenizer = out / "tokenizer"
+    if tokenizer.exists():
+        if is_new and Tokenizer.load(tokenizer).hash != corpus.tokenizer_hash:
+            what = "There is another tokenizer at the place of the run's."
+            raise ElectraError(what, where=str(tokenizer), fix="choose another --out")
         return
     copy = out / ".tokenizer.tmp"
-    with storage_errors(out / "tokenizer"):
+    with storage_errors(tokenizer):
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
         for file in corpus.tokenizer_dir.iterdir():
             write_atomic(copy / file.name, file.read_bytes())
-        os.replace(copy, out / "tokenizer")
+        os.replace(copy, tokenizer)
 
 
 def found_micro_batch(out: Path, stage: str) -> int | None:

@@ -875,6 +875,23 @@ def test_another_run_is_refused(
     assert_same(outcome(tmp_path), before)
 
 
+def test_a_run_that_saved_nothing_takes_other_settings(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a refusal advises, such as a smaller batch, can be done in the same directory."""
+
+    def no_memory(_: Trainer) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "step", no_memory)
+        with pytest.raises(ElectraError, match="no memory"):
+            tune(tmp_path / "run", batch_size=16)
+    tune(tmp_path / "run", batch_size=4)
+    tune(tmp_path / "new", batch_size=4)
+    assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "new"))
+
+
 def test_another_model_is_refused(tokenizer: Tokenizer, tune: Tune, tmp_path: Path) -> None:
     tune(tmp_path)
     with pytest.raises(ElectraError, match="another model"):

@@ -696,6 +696,54 @@ def test_the_record_says_where_the_first_weights_came_from(
     assert json.loads((out / "run.json").read_bytes())["init"] == "models/mine"
 
 
+def test_a_run_that_saved_nothing_begins_again_as_anything(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a refusal advises can be done in the same directory, and the record is of what was."""
+    config, out = with_run(micro, train_steps=2), tmp_path / "run"
+    generator = replace(config.generator, sharing="none", frozen=True)
+    frozen = replace(config, generator=generator)
+    with pytest.raises(ElectraError, match="frozen generator"):
+        pretrain(frozen, corpus, out, quiet=True)
+    pretrain(config, corpus, tmp_path / "random", quiet=True)
+    weights = dict(load_run(tmp_path / "random").objective.named_parameters())
+    initial = {name: tensor.detach() for name, tensor in weights.items()}
+
+    def broken(_: loop.Trainer) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "step", broken)
+        with pytest.raises(RuntimeError):  # after the look at what it starts from
+            pretrain(config, corpus, out, initial=initial, initial_from="a", quiet=True)
+    again = {"initial": initial, "initial_from": "b", "quiet": True}
+    pretrain(changed(config, "run.seed", 8), corpus, out, **again)
+    record = json.loads((out / "run.json").read_bytes())
+    assert (record["init"], record["config"]["run"]["seed"], record["history"]) == ("b", 8, [])
+    assert [m["step"] for m in metrics(out) if m["kind"] == "eval"].count(0) == 1
+
+
+def test_a_generator_of_no_whole_size_leaves_no_run(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    config = changed(micro, "generator.depth", 0.3)
+    with pytest.raises(ElectraError, match="gives layers"):
+        pretrain(config, corpus, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_tokenizer_that_is_not_the_run_s_is_not_taken_for_it(
+    micro: PretrainConfig, corpus: Corpus, text: Path, tmp_path: Path
+) -> None:
+    """Nothing of another's is deleted, and no run ends with words that it never read."""
+    other = train_tokenizer([text], vocab_size=60)
+    other.save(tmp_path / "run" / "tokenizer")
+    with pytest.raises(ElectraError, match="another tokenizer") as caught:
+        pretrain(micro, corpus, tmp_path / "run", quiet=True)
+    assert caught.value.fix == "choose another --out"
+    assert Tokenizer.load(tmp_path / "run" / "tokenizer").hash == other.hash
+
+
 def test_what_a_run_starts_from_is_looked_at_once(
     micro: PretrainConfig, corpus: Corpus, tmp_path: Path
 ) -> None:
