@@ -420,8 +420,12 @@ class PredictCommand(Command):
         from .files import storage_errors, write_atomic
         from .glue import format_rows, predict_rows
 
+        suffix = self.out.suffix if self.out else ".jsonl"
+        if suffix not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv"):
+            what, fix = f"Answers cannot be written as '{suffix}'.", "use .jsonl, .csv or .tsv"
+            raise ElectraError(what, where=str(self.out), fix=fix)
         rows = predict_rows(self.model, self.input)
-        data = format_rows(rows, self.out.suffix if self.out else ".jsonl")
+        data = format_rows(rows, suffix)
         if self.out is None:
             print(data.decode(), end="")
         else:

@@ -51,6 +51,7 @@ MaskPercent = Annotated[
     float, _Rule(lambda v: 0.001 <= v < 100, "a percentage such as 15 (paper), or 25 for large")
 ]
 Length = Annotated[int, _Rule(lambda v: 8 <= v < 1 << 63, "at least 8, below 2^63")]
+ShortLength = Annotated[int, _Rule(lambda v: 4 <= v < 1 << 63, "at least 4, below 2^63")]
 LICENSE = _Rule(
     lambda v: re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,63}", v) is not None,
     "a name that the Hub knows, such as apache-2.0, cc-by-sa-4.0 or other",
@@ -526,7 +527,7 @@ class FinetuneConfig(Settings):
     head: Literal["paper", "hf"] = "paper"
     """paper: a linear layer on [CLS], joint start and end for questions. hf: what transformers'
     classes have."""
-    length: Count | None = None
+    length: ShortLength | None = None
     """Tokens of an example at most; default by task: 128, tagging 256, SQuAD 512."""
     padding: Literal["bucketed", "dynamic", "full"] = "bucketed"
     """bucketed: examples of similar length share a batch. dynamic: random batches, padded to their

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
@@ -22,6 +24,7 @@ from .files import json_bytes, write_atomic
 from .finetune import Data, SquadData, TextData, finetune, predict, resolve
 from .hf import FineTuned, LoadedEncoder, load_encoder, load_finetuned
 from .tasks import Examples, Task
+from .text import split_suffix
 
 _questions = partial(Task, kind="qa", texts=("question", "context"), epochs=2, length=512)
 SQUAD = {
@@ -168,12 +171,11 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded.model.to(device)
     task = loaded.task
-    is_file = len(given) < 4096 and "\n" not in given and Path(given).is_file()
     if task.kind == "qa":
         questions = squad.read(Path(given), labelled=False)
         rows = answer_questions(loaded, questions, device)
         return [{"id": q.id, **row} for q, row in zip(questions, rows, strict=True)]
-    if is_file:
+    if _names_file(given):
         examples = tasks.read_inputs(Path(given), task)
     else:
         texts = tuple(given.split()) if task.kind == "tagging" else tuple(given.split("\t"))
@@ -185,6 +187,13 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
         examples = Examples([texts], [], ["0"])
     rows = answer_texts(loaded, examples.texts, device)
     return [{"id": i, **row} for i, row in zip(examples.ids, rows, strict=True)]
+
+
+def _names_file(given: str) -> bool:
+    """Whether a file is meant: one that is there, or what can only be the name of one, for a typing
+    error in it is no text to answer."""
+    suffix, _ = split_suffix(Path(given))
+    return os.path.isfile(given) or (suffix in tasks.SUFFIXES and not re.search(r"\s", given))
 
 
 def answer_texts(

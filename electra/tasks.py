@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import io
 import json
 import math
 import re
@@ -197,18 +198,21 @@ def write_predictions(
     task: Task, split: str, ids: Sequence[str], predictions: Sequence[Any], directory: Path
 ) -> Path:
     """A .tsv of index and class name or number, named and written as the GLUE server takes it."""
-    lines = ["index\tprediction"]
+    text, places = io.StringIO(), max(3, 3 - math.floor(math.log10(task.scale)))
+    writer = csv.writer(text, delimiter="\t", lineterminator="\n")
+    writer.writerow(("index", "prediction"))
     for number, value in zip(ids, predictions, strict=True):
         if task.kind == "regression":
-            shown = f"{min(max(value, 0.0), task.scale) if task.name in GLUE else value:.3f}"
+            shown = min(max(value, 0.0), task.scale) if task.name in GLUE else value
+            shown = f"{shown:.{places}f}"
         elif task.kind == "tagging":
             shown = " ".join(task.labels[tag] for tag in value)
         else:
             shown = task.labels[value]
-        lines.append(f"{number}\t{shown}")
+        writer.writerow((number, shown))
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / _SERVER.get((task.name, split), f"{task.name}-{split}.tsv")
-    write_atomic(path, "\n".join([*lines, ""]).encode())
+    write_atomic(path, text.getvalue().encode())
     return path
 
 
@@ -218,6 +222,7 @@ _DEV = dict.fromkeys(("dev", "val", "valid", "validation", "testa"), "dev")
 _SPLITS = {"train": "train", "test": "test", "testb": "test"} | _DEV
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 _WORDS = (".txt", ".conll", ".bio", ".iob", ".iob2")
+SUFFIXES = _TABLES + _WORDS  # of the files that can be read
 _SINGLE = (("text",), ("sentence",), ("text",))  # the last is missed where there is none
 _TEXTS = (_TWO, _QUESTIONS, _PREMISE, ("question", "sentence"), *_SINGLE)
 
@@ -257,12 +262,12 @@ def _split_files(path: Path, dev: Path | None, test: Path | None) -> dict[str, P
         found = dict[str, Path]()
         for file in sorted(path.iterdir()):
             split = _SPLITS.get(re.split(r"[^a-z]", file.name.lower())[0])
-            is_data = _is_saved(file) or split_suffix(file)[0] in _TABLES + _WORDS
+            is_data = _is_saved(file) or split_suffix(file)[0] in SUFFIXES
             if split and is_data and found.setdefault(split, file) != file:
                 what = f"Two files for {split}: {found[split].name} and {file.name}."
                 raise _bad(what, path, "join them, or give one by its name")
     if "train" not in found:
-        fix = f"call it train, with one of {' '.join(_TABLES + _WORDS)}"
+        fix = f"call it train, with one of {' '.join(SUFFIXES)}"
         raise _bad("There is no training file.", path, fix)
     return found | {split: file for split, file in (("dev", dev), ("test", test)) if file}
 
@@ -271,6 +276,10 @@ def _load_table(
     files: dict[str, Path], name: str, texts: tuple[str, ...], label: str, kind: Kind | None
 ) -> Loaded:
     """Rows with one or two columns of text and a label; the kind of task is found from them."""
+    if len(texts) > 2 or len({*texts, label}) <= len(texts):
+        what = f"{', '.join(texts)} and {label} are not one or two texts and a label beside them."
+        fix = "name one column of text, or two that are read as a pair, and another for the label"
+        raise _bad(what, "text, label", fix)
     rows, notes = dict[str, list[_Row]](), list[str]()
     for split, file in sorted(files.items(), key=lambda item: item[0] != "train"):
         columns = (texts,) if texts else _TEXTS  # the training file decides for all
@@ -408,8 +417,12 @@ def _collect(
                 found = "empty" if isinstance(value, str) else f"{value!r}, not a text"
                 raise _bad(f"Column {column!r} is {found}.", where, "correct or remove the row")
             values.append(value)
-        number = next((row[name] for name in ("index", "idx", "id") if name in row), len(rows))
-        rows.append(_Row(where, tuple(values), _label(row.get(label)), str(number)))
+        answer, known = row.get(label), (row.get(name) for name in ("index", "idx", "id"))
+        if isinstance(answer, list | dict | bytes):
+            what = f"Column {label!r} is {answer!r:.99}, not a label."
+            raise _bad(what, where, "write one class or number a row")
+        number = next((value for value in known if value is not None), len(rows))
+        rows.append(_Row(where, tuple(values), _label(answer), str(number)))
     return rows or _no_rows(path), texts
 
 
@@ -428,7 +441,7 @@ def _label(value: Any) -> str | None:
 
 def _number(answer: str) -> float | None:
     try:
-        number = float(answer)
+        number = float(answer.replace("_", "no digit"))  # Python takes 1_2 for 12
     except ValueError:
         return None
     return number if math.isfinite(number) else None

@@ -14,6 +14,7 @@ import pytest
 from electra.config import (
     DataConfig,
     EncoderConfig,
+    FinetuneConfig,
     GeneratorConfig,
     ObjectiveConfig,
     OptimConfig,
@@ -294,6 +295,7 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("run.save_every", RunConfig, {"save_every": 0}),
     ("run.keep_checkpoints", RunConfig, {"keep_checkpoints": 0}),
     ("run.max_bad_steps", RunConfig, {"max_bad_steps": 0}),
+    ("length", FinetuneConfig, {"length": 2}),  # no room for a token
 ]
 
 

@@ -169,6 +169,26 @@ def test_answers_go_to_a_file(
     assert "2 answers in" in capsys.readouterr().out
 
 
+def test_a_long_text_is_a_text_and_a_wrong_name_is_none(
+    run: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ("river " * 99 + "\tstone", "river\tsee in.csv", "river\tstone\0"):
+        assert len(glue.predict_rows(run[0], given)) == 1
+    for given in ("in.csv", "new/in.jsonl.gz"):
+        with pytest.raises(ElectraError, match="Cannot open: No such file") as caught:
+            glue.predict_rows(run[0], given)
+        assert caught.value.where == given
+
+
+def test_answers_have_a_format(
+    run: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["predict", "--model", str(run[0]), "--input", "a\tb", "--out", f"{tmp_path}/a.xlsx"]
+    assert cli.run(command) == 2
+    assert "cannot be written as '.xlsx'" in capsys.readouterr().err
+
+
 def test_one_text_where_two_are_read(run: tuple[Path, str]) -> None:
     with pytest.raises(ElectraError, match="reads 2 texts, given are 1") as caught:
         glue.predict_rows(run[0], "no tab in here")

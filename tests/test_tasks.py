@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,18 @@ def test_predictions_as_the_server_takes_them(tmp_path: Path) -> None:
     assert write_predictions(own, "test", ["0"], [[1, 0]], out).read_text().endswith("0\tB-X O\n")
     number = Task(name="own", kind="regression", metric="spearman")
     assert write_predictions(number, "test", ["0"], [-7.5], out).read_text().endswith("-7.500\n")
+    small = replace(number, scale=2e-5)
+    assert "1.234e-05" in f"{float(written(small, [1.2344e-5], out)[0][1]):.3e}"
+    odd = Task(name="own", kind="classification", metric="f1", labels=('a\tb "c"', "d\ne"))
+    assert written(odd, [0, 1], out) == [["x\t0", 'a\tb "c"'], ["x\t1", "d\ne"]]
+
+
+def written(task: Task, predictions: Sequence[Any], out: Path) -> list[list[str]]:
+    """The rows of a file of predictions, read by another program."""
+    ids = [f"x\t{number}" for number in range(len(predictions))]
+    path = write_predictions(task, "test", ids, predictions, out)
+    with open(path, newline="") as file:
+        return [*csv.reader(file, delimiter="\t")][1:]
 
 
 # ---------------------------------------------------------------- a user's tables
@@ -336,6 +350,7 @@ def test_files_of_a_directory_by_their_names(tmp_path: Path) -> None:
         ([str(n * n) for n in range(30)], "regression", (), "30 different whole"),
         (["0.5", "2", "-4"], "regression", (), "decimals"),
         (["1", "2", "x"], "classification", ("1", "2", "x"), "not numbers"),
+        (["1_1", "1_2"], "classification", ("1_1", "1_2"), "not numbers"),
     ],
 )
 def test_the_kind_is_found_and_said(
@@ -397,6 +412,29 @@ def test_a_pair_in_the_other_order_is_the_same_text(tmp_path: Path) -> None:
     assert loaded.task.texts == ("sentence1", "sentence2")
     for split in loaded.splits.values():
         assert {(b, a) for a, b in split.texts} == set(split.texts)
+
+
+@pytest.mark.parametrize(
+    ("texts", "label"), [(("a", "b", "c"), "y"), (("a", "a"), "y"), (("a", "y"), "y")]
+)
+def test_columns_that_are_no_texts_and_a_label(
+    tmp_path: Path, texts: tuple[str, ...], label: str
+) -> None:
+    rows = [{"a": f"a{n}", "b": "b", "c": "c", "y": str(n % 2)} for n in range(60)]
+    path = table(".csv", rows, tmp_path / "a")
+    fails(lambda: load(None, path, texts=texts, label=label), "not one or two texts", "label")
+
+
+@pytest.mark.parametrize("label", [["a"], {"a": 1}])
+def test_a_label_of_several_values(tmp_path: Path, label: Any) -> None:
+    path = table(".jsonl", [{"text": "t", "label": label}] * 60, tmp_path / "a")
+    fails(lambda: load(None, path), "'label' is .*, not a label", "line 1", "one class")
+
+
+def test_a_row_whose_id_is_null_has_its_number(tmp_path: Path) -> None:
+    rows = [{"text": "a", "id": None}, {"text": "b", "id": 7}]
+    task = Task(name="own", kind="classification", metric="f1", texts=("text",))
+    assert read_inputs(table(".jsonl", rows, tmp_path / "a"), task).ids == ["0", "7"]
 
 
 CSV = "text,label\none,a\ntwo,b\n"
