@@ -138,16 +138,17 @@ class TextData:
             return encode_words(examples.texts, examples.labels, self._tokenizer, self._length)
         is_number = self.task.kind == "regression"
         known = examples.labels or [0] * len(examples.texts)
-        labels = np.array(known, np.float32 if is_number else np.int64)
+        labels = np.array(known, np.float64 if is_number else np.int64)
         if is_number:
-            labels /= self.task.scale
+            labels = (labels - self.task.offset).astype(np.float32) / np.float32(self.task.scale)
         return encode_texts(examples.texts, labels, self._tokenizer, self._length)
 
     def answers(self, predictions: Predictions, features: Features) -> list[Any]:
         """Class indices, numbers in the data's own unit, or the tag indices of each sentence."""
         logits = predictions["logits"]
         if self.task.kind == "regression":
-            return (logits[:, 0] * self.task.scale).tolist()
+            scaled = logits[:, 0] * np.float32(self.task.scale)
+            return (scaled.astype(np.float64) + self.task.offset).tolist()
         best = logits.argmax(-1)
         if self.task.kind == "classification":
             return best.tolist()
@@ -555,9 +556,10 @@ class _Run:
         }
         if before:
             with reading(path):
-                # A setting that is younger than the record had its default.
+                # What is younger than the record had its default.
                 old = to_dict(FinetuneConfig()) | before["settings"]
                 changed = differences(old, record["settings"])
+                before = before | {"task": {"offset": 0.0} | before["task"]}
             forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
             for key in ("task", "encoder", "tokenizer", "data"):
                 if before.get(key) != record[key]:

@@ -229,8 +229,8 @@ class LoadedEncoder:
 class FineTuned(NamedTuple):
     """A model of a task: float32, on the CPU, not in training.
 
-    A regression gives the data's own unit, as in transformers, which knows no other: the scale it
-    was trained with is in its last layer, and `task.scale` is 1.
+    A regression gives the data's own unit, as in transformers, which knows no other: the scale and
+    the offset it was trained with are in its last layer, `task.scale` is 1 and `task.offset` 0.
     """
 
     model: heads.TaskModel
@@ -429,9 +429,11 @@ def export_finetuned(
     head, c, tensors = model.head, model.encoder.config, _tensors(model)
     if task.kind == "regression":  # to the data's own unit
         tensors |= {n: task.scale * t for n, t in _part(tensors, "head.out.").items()}
+        tensors["head.out.bias"] = tensors["head.out.bias"] + task.offset
     record = {"format": 1, "version": __version__, "form": form, "length": length}
-    record |= {"head": head.options, "results": results, "scale_in_head": task.scale}
-    task = replace(task, scale=1.0)
+    record |= {"head": head.options, "results": results}
+    record |= {"scale_in_head": task.scale, "offset_in_head": task.offset}
+    task = replace(task, scale=1.0, offset=0.0)
     record["task"] = to_dict(task)
     # A linear layer on [CLS] takes two units of the dense one per output.
     is_linear = isinstance(head, heads.SentenceHead) and head.dense is None

@@ -23,6 +23,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
+import numpy as np
+
 from .errors import ElectraError
 from .files import UNFIT, write_atomic
 from .text import draw, file_status, read_lines, split_suffix
@@ -47,7 +49,9 @@ class Task:
     epochs: int = 3
     length: int = 128  # tokens of a row at most
     both_orders: bool = False  # train on (a, b) and on (b, a)
-    scale: float = 1.0  # targets of a regression are divided by it (5 for STS-B)
+    # Targets of a regression, in the data's own unit: offset + scale · what is learned.
+    scale: float = 1.0  # 5 for STS-B, the standard deviation for a user's
+    offset: float = 0.0  # the mean for a user's
 
 
 @dataclass(frozen=True)
@@ -301,12 +305,20 @@ def _load_table(
     notes.append(f"{kind}: as asked" if kind else f"{guess}: {why}; ask for another kind if not so")
     task = _classes(name=name, texts=texts, label=label)
     if (kind or guess) == "regression":
-        scale = max(map(abs, numbers), default=0.0) or 1.0
-        task = replace(task, kind="regression", metric="spearman", scale=scale)
+        spread = dict(zip(("offset", "scale"), _mean_and_deviation(numbers), strict=True))
+        task = replace(task, kind="regression", metric="spearman", **spread)
     else:
         order = float if len(numbers) == len(answers) else str
         task = replace(task, labels=tuple(sorted(set(answers), key=order)))
     return _finish(task, rows, notes, files["train"])
+
+
+def _mean_and_deviation(numbers: list[float]) -> tuple[float, float]:
+    """Of numbers of any size; the deviation is 1 where all are the same."""
+    largest = max(map(abs, numbers), default=0.0) or 1.0
+    shares = np.array(numbers or [0.0]) / largest  # whose squares stay finite
+    differ = shares.min() < shares.max()
+    return largest * float(shares.mean()), largest * float(shares.std()) if differ else 1.0
 
 
 def _load_words(files: dict[str, Path], name: str) -> Loaded:

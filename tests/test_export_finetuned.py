@@ -58,8 +58,9 @@ IN_TRANSFORMERS: list[tuple[Kind, Form]] = [
 
 def task_of(kind: Kind, **changed: Any) -> Task:
     labels = LABELS if kind in ("classification", "tagging") else ()
-    scale = 5.0 if kind == "regression" else 1.0
-    task = Task(name="mine", kind=kind, metric="accuracy", labels=labels, scale=scale)
+    task = Task(name="mine", kind=kind, metric="accuracy", labels=labels)
+    if kind == "regression":
+        task = replace(task, scale=5.0, offset=-70.0)
     return replace(task, **changed)
 
 
@@ -148,7 +149,7 @@ def test_predictions_are_the_same_in_transformers(
     task = task_of(kind)
     model = export(tmp_path / "out", task, form, tokenizer)
     theirs = raw_in_transformers(tmp_path / "out", kind)
-    ours = task.scale * raw(model, kind)
+    ours = task.scale * raw(model, kind) + task.offset
     assert ours.std() > 0.1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
     loaded = hf.load_finetuned(tmp_path / "out")
@@ -164,9 +165,10 @@ def test_every_bit_comes_back(kind: Kind, form: Form, tokenizer: Tokenizer, tmp_
     if kind == "regression":
         for end in ("weight", "bias"):
             expected[f"head.out.{end}"] = 5.0 * expected[f"head.out.{end}"]
+        expected["head.out.bias"] = expected["head.out.bias"] - 70.0
     assert_same_bits(loaded.model.state_dict(), expected)
     assert not loaded.model.training
-    assert loaded.task == replace(task, scale=1.0)
+    assert loaded.task == replace(task, scale=1.0, offset=0.0)
     assert (loaded.form, loaded.length, loaded.results) == (form, 23, RESULTS)
     assert loaded.tokenizer.hash == tokenizer.hash
     assert loaded.model.head.form == form
@@ -178,9 +180,10 @@ def test_a_regression_is_in_the_units_of_the_data(tokenizer: Tokenizer, tmp_path
     model = export(tmp_path / "out", task_of("regression"), "paper", tokenizer)
     loaded = hf.load_finetuned(tmp_path / "out")
     ours, again = raw(model, "regression"), raw(loaded.model, "regression")
-    torch.testing.assert_close(5 * ours, again * loaded.task.scale, rtol=1e-5, atol=1e-5)
+    again = again * loaded.task.scale + loaded.task.offset
+    torch.testing.assert_close(5 * ours - 70, again, rtol=1e-5, atol=1e-5)
     record = json.loads((tmp_path / "out" / "electra.json").read_bytes())
-    assert record["scale_in_head"] == 5
+    assert (record["scale_in_head"], record["offset_in_head"]) == (5, -70)
 
 
 def test_the_linear_head_inside_the_dense_one(exported: Path) -> None:

@@ -27,14 +27,14 @@ from safetensors.numpy import load_file
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from electra import cli, hf, recipes, runtime, squad
+from electra import cli, hf, recipes, runtime, squad, tasks
 from electra import finetune as module
 from electra.config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.features import Features
 from electra.finetune import SquadData, TextData, Trainer, finetune, layer_multipliers, resolve
-from electra.glue import SQUAD
+from electra.glue import SQUAD, answer_texts
 from electra.heads import TaskModel, build_head
 from electra.hf import LoadedEncoder
 from electra.report import report
@@ -873,6 +873,31 @@ def test_another_run_is_refused(
     assert caught.value.where == str(tmp_path)
     assert "another --out" in caught.value.fix
     assert_same(outcome(tmp_path), before)
+
+
+def test_the_unit_of_a_table_s_numbers_changes_nothing(tune: Tune, tmp_path: Path) -> None:
+    """Nor where they begin: years and degrees are learned as well as shares."""
+    found = list[tuple[Any, float]]()
+    train = loaded(SHARE).splits["train"]
+    texts = [*zip(train.texts, train.labels, strict=True)]
+    for name, unit, zero in (("share", 1.0, 0.0), ("year", 3.0, 2000.0), ("cold", 0.5, -300.0)):
+        rows = [json.dumps({"text": a, "label": zero + unit * (y + 0.5)}) for (a,), y in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        data = tasks.load(None, tmp_path / f"{name}.jsonl", kind="regression")
+        results = tune(tmp_path / name, data=data)
+        model = hf.load_finetuned(tmp_path / name)
+        answer = answer_texts(model, [("one river",)], torch.device("cpu"))[0]["prediction"]
+        found.append((results["seeds"][0]["scores"]["dev"]["pearson"], (answer - zero) / unit))
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+    assert found[2] == pytest.approx(found[0], abs=1e-3)
+
+
+def test_a_record_from_before_tasks_had_an_offset(tune: Tune, tmp_path: Path) -> None:
+    tune(tmp_path, data=loaded(SHARE))
+    record = json.loads((tmp_path / "finetune.json").read_bytes())
+    del record["task"]["offset"]
+    (tmp_path / "finetune.json").write_text(json.dumps(record))
+    assert tune(tmp_path, data=loaded(SHARE), seeds=2)["summary"]["seeds"] == 2
 
 
 def test_a_run_that_saved_nothing_takes_other_settings(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +81,7 @@ def test_the_facts_of_glue() -> None:
     assert {name for name, task in GLUE.items() if task.both_orders} == {"stsb", "mrpc"}
     others = {name: task.metric for name, task in GLUE.items() if task.metric != "accuracy"}
     assert others == {"cola": "matthews", "stsb": "spearman", "ax": "matthews"}
-    assert GLUE["stsb"].scale == 5
+    assert (GLUE["stsb"].scale, GLUE["stsb"].offset) == (5, 0)
     assert GLUE["mnli"].labels == GLUE["ax"].labels == ("contradiction", "entailment", "neutral")
     assert GLUE["qnli"].labels == GLUE["rte"].labels == ("entailment", "not_entailment")
     assert {task.length for task in GLUE.values()} == {128}
@@ -362,7 +364,9 @@ def test_the_kind_is_found_and_said(
     assert any(text.startswith(f"{kind}: ") and note in text for text in loaded.notes)
     if kind == "regression":
         assert loaded.task.metric == "spearman"
-        assert loaded.task.scale == max(abs(float(value)) for value in values)
+        numbers = [float(value) for value in values]
+        assert loaded.task.offset == pytest.approx(statistics.fmean(numbers))
+        assert loaded.task.scale == pytest.approx(statistics.pstdev(numbers))
         assert {*map(float, values)} >= {*loaded.splits["train"].labels}
 
 
@@ -370,12 +374,25 @@ def test_the_kind_can_be_forced(tmp_path: Path) -> None:
     rows = [{"a": f"t{n}", "b": "same", "y": n % 5} for n in range(100)]
     path = table(".jsonl", rows, tmp_path / "a")
     loaded = load(None, path, texts=["a", "b"], label="y", kind="regression")
-    assert (loaded.task.texts, loaded.task.label, loaded.task.scale) == (("a", "b"), "y", 4.0)
+    assert (loaded.task.texts, loaded.task.label) == (("a", "b"), "y")
+    assert (loaded.task.offset, loaded.task.scale) == pytest.approx((2.0, math.sqrt(2)))
     assert set(loaded.splits["train"].labels) == {0.0, 1.0, 2.0, 3.0, 4.0}
     rows = [{"text": f"t{n}", "label": n % 10 / 4} for n in range(100)]
     path = table(".jsonl", rows, tmp_path / "b")
     labels = load(None, path, kind="classification").task.labels
     assert labels == ("0", "0.25", "0.5", "0.75", "1", "1.25", "1.5", "1.75", "2", "2.25")
+
+
+@pytest.mark.parametrize(
+    ("values", "offset", "scale"),
+    [([2000.1] * 3, 2000.1, 1.0), ([-1e308, 1e308], 0.0, 1e308), ([1e-9, 3e-9], 2e-9, 1e-9)],
+)
+def test_numbers_of_any_size_have_a_scale(
+    tmp_path: Path, values: list[float], offset: float, scale: float
+) -> None:
+    rows = [{"text": f"t{n}", "label": value} for n, value in enumerate(values * 60)]
+    task = load(None, table(".jsonl", rows, tmp_path / "a"), kind="regression").task
+    assert (task.offset, task.scale) == pytest.approx((offset, scale))
 
 
 def test_class_names_stored_in_parquet(tmp_path: Path) -> None:
