@@ -828,12 +828,14 @@ def _starting_point(name: str, args: list[str]) -> PretrainConfig:
 
 
 def _value_of(flag: str, args: list[str]) -> str | None:
-    for i, arg in enumerate(args):
-        if arg == flag and i + 1 < len(args):
-            return args[i + 1]
-        if arg.startswith(flag + "="):
-            return arg.partition("=")[2]
-    return None
+    """The last value of a flag, as tyro takes it; its help calls nothing None."""
+    value = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        if arg == flag and following is not None:
+            value = following
+        elif arg.startswith(flag + "="):
+            value = arg.partition("=")[2]
+    return None if value == "None" else value
 
 
 def _prepare(inputs: Sequence[str | Path], tokenizer: Any, out: Path, **settings: Any) -> None:

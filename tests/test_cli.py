@@ -261,6 +261,17 @@ def test_flags_go_before_the_file_and_the_file_before_the_recipe(
     assert shown["encoder.layers"] == "24"
 
 
+def test_the_last_of_equal_flags_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Also of those that decide what the other flags start from: scripts add theirs at the end."""
+    for seed in (5, 6):
+        (tmp_path / f"{seed}.toml").write_text(f"[run]\nseed = {seed}\n")
+    start = ["tiny", "--out", tmp_path / "run", "--config", tmp_path / "5.toml"]
+    assert settings_of(capsys, *start, f"--config={tmp_path}/6.toml")["run.seed"] == "6"
+    assert settings_of(capsys, *start, "--config", "None")["run.seed"] == "0"  # as --help writes it
+    profiles = ["--profile", "paper", "--profile", "released"]
+    assert settings_of(capsys, *start, *profiles)["objective.mask_token_percent"] == "85.0"
+
+
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_the_recipe_may_stand_before_or_behind_the_flags(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, place: str
