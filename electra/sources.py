@@ -291,8 +291,13 @@ def receive(
     """The inputs, where - has become the file that holds what was piped in, directory/stdin.txt.
 
     It is read more than once, so it has to lie somewhere. The same command again has to bring the
-    same text, which is compared with the file and not written a second time.
+    same text, which is compared with the file and not written a second time. A directory inside of
+    an input is refused: what is written there would be text the next time.
     """
+    for given in inputs:
+        if os.path.isdir(given) and directory.resolve().is_relative_to(Path(given).resolve()):
+            what = f"The output lies inside of {given}, and would be read as text the next time."
+            raise ElectraError(what, directory, "choose another --out, beside the text")
     if "-" not in map(str, inputs):
         return list(inputs)
     path, source = directory / "stdin.txt", sys.stdin.buffer.fileno()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -259,6 +260,20 @@ def test_flags_go_before_the_file_and_the_file_before_the_recipe(
     shown = settings_of(capsys, "large", "--out", tmp_path / "run", *flags)
     assert (shown["run.seed"], shown["run.train_steps"]) == ("6", "7")
     assert shown["encoder.layers"] == "24"
+
+
+def test_an_output_inside_the_text_is_refused(
+    capsys: pytest.CaptureFixture[str], tokenizer_dir: Path, text: Path, tmp_path: Path
+) -> None:
+    """The same command would find another input the next time."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(text, texts)
+    (tmp_path / "link").symlink_to(texts)
+    start = ["--input", tmp_path / "link", "--out", texts / "new"]
+    for command in (["tokenizer"], ["prepare", "--tokenizer", tokenizer_dir], ["pretrain", "tiny"]):
+        assert "inside of" in refused(capsys, *command, *start)
+    assert [path.name for path in texts.iterdir()] == [text.name]
 
 
 def test_the_last_of_equal_flags_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
