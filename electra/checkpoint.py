@@ -163,7 +163,7 @@ class Saver:
             _short_turns.end()
 
     def _prune(self) -> None:
-        for path in _steps(self.directory)[self.keep :]:
+        for path in [*saved_steps(self.directory).values()][self.keep :]:
             fault_point("before_prune")
             # Renamed first, so that a crash in the middle never leaves half a checkpoint by name.
             doomed = path.with_name(f".tmp-pruned-{path.name}")
@@ -287,7 +287,7 @@ def load_newest(
     must not silently start again from nothing.
     """
     damaged = set(directory.glob("damaged-step-*"))
-    for path in _steps(directory):
+    for path in saved_steps(directory).values():
         try:
             return read_checkpoint(path)
         except CorruptError as error:
@@ -339,6 +339,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_bytes())
         require(isinstance(state, dict), "its state.json holds no object")
     except UNFIT as error:
+        missing = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        if isinstance(error, OSError) and not isinstance(error, missing):
+            # The disk, the network or a limit of the process: the bytes may be as written.
+            what = f"A checkpoint could not be read: {error.strerror or error}."
+            fix = "find out why, then give the same command again; nothing was changed"
+            raise ElectraError(what, where=path, fix=fix) from error
         raise CorruptError(f"{type(error).__name__}: {error}", path, older) from error
     except SafetensorError as error:
         raise CorruptError(f"the tensors cannot be read: {error}", path, older) from error
@@ -360,9 +366,9 @@ def has_any(directory: Path) -> bool:
     return any(not path.name.startswith(".") for path in directory.glob("*step-*"))
 
 
-def _steps(directory: Path) -> list[Path]:
-    """Checkpoints by name, newest first; none where there is no directory yet."""
+def saved_steps(directory: Path) -> dict[int, Path]:
+    """Checkpoints by their step, newest first; none where there is no directory yet."""
     if not directory.is_dir():
-        return []
-    found = [(int(m[1]), p) for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found, reverse=True)]
+        return {}
+    found = {int(m[1]): p for p in directory.iterdir() if (m := _NAME.fullmatch(p.name))}
+    return dict(sorted(found.items(), reverse=True))

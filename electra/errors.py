@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
@@ -86,14 +87,20 @@ class BrokenOff(BaseException):
 class StopRequest:
     """Turns the first SIGTERM, SIGINT or SIGUSR1 into a flag; a second one ends at once.
 
+    Under torchrun one request arrives as several signals: whoever stops a job signals all of its
+    processes, torchrun passes its own signal on, and its end is a signal as well (`cli.main`). So
+    there a second one counts only after `PATIENCE` seconds, in which the processes save.
+
     Signals come to the main thread alone, and what they do there is for the program to say that
     started another one: in another thread nothing is turned.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    PATIENCE = 20.0  # torchrun itself kills what has not ended after 30
 
     def __init__(self) -> None:
         self.requested = False
+        self._patient_until = 0.0
         self._breaks_off = False
         self._before: dict[int, Any] = {}
 
@@ -112,8 +119,12 @@ class StopRequest:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.requested:
+            if time.monotonic() < self._patient_until:
+                return
             os._exit(128 + number)
         self.requested = True
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            self._patient_until = time.monotonic() + self.PATIENCE
         if self._breaks_off:
             raise BrokenOff
 

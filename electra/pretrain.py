@@ -138,7 +138,7 @@ class Run:
         self.early_warnings: list[str] = []
         if not runtime.is_main:  # the main process looks first: it sets damaged checkpoints aside
             runtime.agree(0.0)
-        saved = load_newest(checkpoints, warn=self.early_warnings.append)
+        saved = load_newest(checkpoints, warn=self.early_warnings.append, set_aside=runtime.is_main)
         if runtime.is_main:
             runtime.agree(0.0)
         self.first_step = self.step = saved.step if saved else 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .checkpoint import has_any, load_newest
+from .checkpoint import has_any, load_newest, saved_steps
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import DiskFull, ElectraError
@@ -129,7 +129,7 @@ def enter_run(
     write_atomic(out / "config.json", json_bytes(to_dict(config), indent=1))
     history = list(before.get("history", []))
     if changed:
-        newest = max((int(p.name[5:]) for p in (out / "checkpoints").glob("step-*")), default=0)
+        newest = max(saved_steps(out / "checkpoints"), default=0)
         history.append({"step": newest, "changed": list(changed.values()), "force": force})
     manifest = corpus.manifest
     record = {

@@ -8,6 +8,7 @@ will be trained again are cut off, so the file reads like that of an uninterrupt
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -139,11 +140,12 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     metrics: list[dict[str, Any]] = []
     path = directory / "metrics.jsonl"
     with reading(path, "restore it from a backup, or delete it: the run goes on without its past"):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                one = json.loads(line)
-            except ValueError:
-                continue
+        *lines, last = path.read_text(encoding="utf-8").split("\n")
+        with contextlib.suppress(ValueError):  # cut off, or empty
+            json.loads(last)
+            lines.append(last)
+        for line in filter(None, lines):
+            one = json.loads(line)
             metrics.append({**one, "kind": str(one["kind"]), "step": int(one["step"])})
     return metrics
 

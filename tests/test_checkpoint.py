@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -240,6 +241,24 @@ def test_damaged_ones_are_kept_beside_each_other(tmp_path: Path) -> None:
         "damaged-step-00000008-3",
         "step-00000004",
     ]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_cannot_be_read_for_now_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    written(tmp_path, 4, 8)
+
+    def fails(_: Path) -> str:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_file", fails)
+        with pytest.raises(ElectraError, match="could not be read") as caught:
+            load_newest(tmp_path, warn=lambda _: None)
+    assert not isinstance(caught.value, CorruptError)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000008"]
+    assert_is(load_newest(tmp_path, warn=lambda _: None), 8)
 
 
 def test_none_good_is_an_error_however_often_it_is_asked(tmp_path: Path) -> None:

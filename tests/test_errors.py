@@ -242,7 +242,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ],
     # prepare
     ("prepare", "no file matches a pattern"): lambda p: p.prepare(source=p.here / "*.txt"),
-    ("prepare", "a folder has no text file"): lambda p: p.prepare(source=p.here),
+    ("prepare", "a folder has no text file"): lambda p: p.prepare(
+        source=p.file("pictures/one.png", "x").parent
+    ),
     ("prepare", "hf: names no dataset"): lambda p: p.prepare(source=Path("hf:")),
     ("prepare", "the format is not known"): lambda p: p.prepare(source=p.file("a.pdf", "x")),
     ("prepare", "the text is one single line"): lambda p: p.prepare(source=p.file("a.txt", "one")),

@@ -181,20 +181,26 @@ def test_a_second_run_on_the_same_directory_is_refused_and_the_first_unharmed(
     assert outcome(out) == uninterrupted
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1, signal.SIGTERM])
 def test_a_run_saves_and_lets_go_when_its_torchrun_is_killed(
-    corpus: Corpus, tmp_path: Path
+    corpus: Corpus, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Any parent will do for that, and a small one is there sooner."""
+    """Any parent will do for that, and a small one is there sooner. A signal that can be caught
+    goes to the whole job: the run hears it, and then of its parent's end."""
     out = tmp_path / "run"
     start_and_wait = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     parent = subprocess.Popen(
         [sys.executable, "-c", start_and_wait, *command(corpus, out, steps=20_000)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHELASTIC_RUN_ID": "1"},
+        start_new_session=True,
     )
     wait_for_lines(parent, out, 5)
     assert parent.poll() is None
-    parent.kill()
-    parent.wait(60)
+    if number == signal.SIGKILL:
+        parent.kill()
+    else:
+        os.killpg(parent.pid, number)
+    assert parent.wait(60) == -number
     end = time.monotonic() + 60
     while True:
         try:

@@ -16,7 +16,7 @@ from electra.card import results_text
 from electra.config import PretrainConfig, to_dict
 from electra.errors import CorruptError, ElectraError
 from electra.report import code, report
-from electra.runlog import draw_curves
+from electra.runlog import draw_curves, read_metrics
 from electra.tasks import Task
 
 EVIL = "a`b\n| x | <script>alert(1)</script> [l](http://e) ![i](j) **b** \x1b[31m &amp; $\\frac"
@@ -298,6 +298,11 @@ def test_damaged_metrics(line: str, tmp_path: Path) -> None:
     refused(run)
     (run / "metrics.jsonl").write_bytes(b"\xff\xfe")
     refused(run)
+    good = '{"kind": "eval", "step": 1}'
+    (run / "metrics.jsonl").write_text(f'{good}\n{{"kind": "ev\n{good}\n')
+    refused(run)
+    (run / "metrics.jsonl").write_text(f"{good}\n\n{good}")  # as an editor leaves it
+    assert len(read_metrics(run)) == 2
 
 
 def test_settings_without_numbers(tmp_path: Path) -> None:
