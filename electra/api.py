@@ -15,6 +15,7 @@ a file is an `ElectraError` that says what, where and what to do.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -111,6 +112,8 @@ def train(
     if start is not None:
         state = hf.initial_state(start, config, corpus.vocab_size)
         options |= {"initial": state.parameters, "initial_from": str(init)}
+        if not quiet:
+            print(*state.notes, sep="\n", file=sys.stderr)
     with _interruptible():
         pretrain(config, corpus, Path(out), **options)
     return Model(out)

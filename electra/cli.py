@@ -211,7 +211,8 @@ class PretrainCommand(Command):
     """Tokenizer for --input instead of training one; with --init the model's own."""
     vocab_size: int = 30_522  # Entries of the tokenizer trained for --input.
     lowercase: bool = True  # Whether that tokenizer reads everything in lower case.
-    builder: Literal["packed", "segments"] = "packed"  # How --input is cut into sequences.
+    builder: Literal["packed", "segments"] | None = None
+    """How --input is cut into sequences; default: packed, and segments with --profile released."""
     column: str = "text"  # Column of jsonl and parquet files in --input.
     force: bool = False
     """Continue although settings that make it another experiment, or the corpus, have changed."""
@@ -269,7 +270,8 @@ class PretrainCommand(Command):
             with exclusive(self.out):
                 train_tokenizer(inputs, **options).save(source)
         length, tokenizer = self.settings.data.sequence_length, Tokenizer.load(source)
-        options = self.given("builder", "column")
+        builder = self.builder or ("segments" if self.profile == "released" else "packed")
+        options = {"builder": builder, "column": self.column}
         _prepare(inputs, tokenizer, made / "corpus", sequence_length=length, **options)
         return made / "corpus"
 
@@ -361,7 +363,7 @@ class FinetuneCommand(Command):
     dev: Path | None = None  # Your evaluation data; default: a tenth of --data.
     test: Path | None = None  # Your data without labels, to be answered in RUN/test.
     profile: Literal["paper", "released"] = "paper"
-    """released: the defaults of Google's code (docs/deviations.md)."""
+    """released: the defaults of Google's code (docs/finetuning.md)."""
     dry_run: bool = False  # Print the settings and stop.
     quiet: bool = False  # Say nothing while training.
     settings: TuneSettings = field(default_factory=FinetuneConfig)
@@ -395,7 +397,7 @@ class GlueCommand(Command):
     wnli: Literal["majority", "train"] = "majority"
     """WNLI is answered with its majority class, or trained like the others."""
     profile: Literal["paper", "released"] = "paper"
-    """released: the defaults of Google's code (docs/deviations.md)."""
+    """released: the defaults of Google's code (docs/finetuning.md)."""
     quiet: bool = False  # Say nothing while training.
     settings: TuneSettings = field(default_factory=FinetuneConfig)
 

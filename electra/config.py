@@ -169,7 +169,8 @@ class ObjectiveConfig(Settings):
     kind: Literal["rtd", "mlm", "replace_mlm", "all_tokens_mlm", "electric"] = "rtd"
     """rtd: replaced token detection. mlm: masked language modelling (BERT). replace_mlm: MLM on the
     generator's samples instead of [MASK]. all_tokens_mlm: the same for every token, with a copy
-    gate. electric: an energy for every token, against a two-tower generator."""
+    gate. electric: an energy for every token, against a two-tower generator. For the two in
+    the middle the paper's study sets disc_weight (electra ablate efficiency --dry-run)."""
     disc_positions: Literal["all", "masked", "other", "random"] = "all"
     """Tokens the discriminator's loss is over: all; the masked ones (ELECTRA 15 %); as many that
     are not masked, of which none is replaced (its control, read word by word); as many, drawn

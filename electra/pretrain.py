@@ -366,7 +366,7 @@ class Run:
         o = config.objective
         seconds, rate = self.clock.lap(tokens)
         values = {
-            "loss": (o.gen_weight * sums["mlm"] + o.disc_weight * sums["disc"]) / steps,
+            "loss": sums["total"] / steps,  # what is minimised
             "mlm_loss": sums["mlm"] / steps,
             "mlm_accuracy": sums["mlm_correct"] / masked,
             "learning_rate": float(trainer.rates[max(0, int(trainer.slot) - 1)]),

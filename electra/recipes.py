@@ -12,7 +12,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from .config import (
     DataConfig,
@@ -154,6 +154,9 @@ RECIPES: dict[str, Callable[[], PretrainConfig]] = {
 
 def with_profile(config: PretrainConfig, profile: Profile) -> PretrainConfig:
     """`config` with every point of docs/deviations.md read as the profile reads it."""
+    if profile not in (known := get_args(Profile)):
+        what, fix = f"There is no profile {profile!r}.", f"use one of {', '.join(known)}"
+        raise ElectraError(what, where="profile", fix=fix)
     if profile == "best":
         return config
     if profile == "paper":
@@ -195,4 +198,5 @@ def tuning_profile(name: str) -> FinetuneConfig:
         weight_decay=0.01,
         bias_correction=False,
         loss="sum",
+        padding="dynamic",
     )

@@ -47,6 +47,7 @@ class Runtime:
     rank: int = 0
     world: int = 1
     owns_group: bool = False
+    owns_determinism: bool = False
     store: Any = None  # where processes leave word for each other when something goes wrong
 
     @property
@@ -87,9 +88,11 @@ class Runtime:
             return bool(shared.item())
 
     def leave(self) -> None:
-        """End the process group, if it was started here."""
+        """End the process group and deterministic mode, if they were started here."""
         if self.owns_group:
             dist.destroy_process_group()
+        if self.owns_determinism:
+            torch.use_deterministic_algorithms(False)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over all processes, in place."""
@@ -200,6 +203,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     if owns_group:
         limit = timedelta(seconds=config.timeout_seconds)
         store, rank, world = _join_group("nccl" if wants_cuda else "gloo", limit)
+    owns_determinism = config.deterministic and not torch.are_deterministic_algorithms_enabled()
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # With warnings alone torch's attention would go on adding up its gradients in any order.
@@ -231,6 +235,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         rank=rank,
         world=world,
         owns_group=owns_group,
+        owns_determinism=owns_determinism,
         store=store,
     )
 

@@ -48,16 +48,17 @@ class Meter:
     FIELDS = (
         *("mlm", "disc", "mlm_correct", "replaced", "disc_correct"),  # this process's share
         *("masked", "tokens", "norm", "steps"),  # of the whole step
-        "scored",  # this process's share again
+        *("scored", "total"),  # this process's share again
     )
 
     def __post_init__(self) -> None:
-        self._losses = torch.zeros_like(self.sums[:6])  # of the step under way
-        self.shares = (self.sums[:5], self.sums[-1:])  # what is of this process
+        self._losses = torch.zeros_like(self.sums[:7])  # of the step under way
+        self.shares = (self.sums[:5], self.sums[9:])  # what is of this process
 
     def add_losses(self, losses: Losses) -> None:
         """The share of one micro-batch."""
-        self._losses.add_(torch.stack([p.detach().double() for p in losses[1:]]))
+        terms = (*losses[1:], losses.total)
+        self._losses.add_(torch.stack([p.double() for p in terms]))
 
     def add_step(self, counts: tuple[Tensor, Tensor], norm: Tensor) -> None:
         """What is known of the step as a whole: masked positions, tokens, gradient norm."""
@@ -185,7 +186,7 @@ class Trainer:
                 allow_unused=bool(self.idle or earlier),
                 materialize_grads=bool(self.idle),
             )
-            self.note(self.meter, losses)
+            self.note(self.meter, losses._replace(total=losses.total.detach()))
             if last:  # of all processes: losses are shares of the global mean, so they add up
                 self.optimizer.finish(grads)
             else:
@@ -376,7 +377,7 @@ class Trainer:
                 },
             }
         )
-        meter = optimizer["meter"]  # written before "scored" was counted, it is shorter
+        meter = optimizer["meter"]  # of an earlier version, it is shorter
         self.meter.sums[: len(meter)].copy_(meter)
         for share in self.meter.shares:
             share.mul_(self.runtime.is_main)

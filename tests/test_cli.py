@@ -365,6 +365,7 @@ def test_text_alone_is_enough_to_train(
     arguments = ["pretrain", *MICRO, "--input", text, "--out", run, "--vocab-size", "97", "--quiet"]
     assert electra(*arguments) == 0
     made = Corpus.open(run / "made" / "corpus")
+    assert made.manifest.settings["builder"] == "packed"
     loaded = load_run(run)
     assert loaded.step == 12
     assert loaded.tokenizer_hash == made.tokenizer_hash
@@ -372,6 +373,17 @@ def test_text_alone_is_enough_to_train(
     assert electra(*arguments) == 0  # complete: nothing is made or trained again
     assert (run / "metrics.jsonl").read_bytes() == before
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("more", "builder"), [([], "segments"), (["--builder", "packed"], "packed")]
+)
+def test_text_is_cut_as_the_profile_says(
+    text: Path, tmp_path: Path, more: list[str], builder: str
+) -> None:
+    arguments = ["pretrain", *MICRO, "--input", text, "--vocab-size", "97", "--quiet", *more]
+    assert electra(*arguments, "--profile", "released", "--out", tmp_path) == 0
+    assert Corpus.open(tmp_path / "made" / "corpus").manifest.settings["builder"] == builder
 
 
 def test_training_continues_from_an_export(

@@ -199,6 +199,12 @@ def test_profiles_differ_on_the_collected_points_and_no_others(name: str) -> Non
     assert best.objective.disc_head == "dense"
 
 
+def test_a_profile_that_there_is_not_is_refused() -> None:
+    wrong: Any = "Paper"
+    with pytest.raises(ElectraError, match="no profile 'Paper'"):
+        recipe("small", wrong)
+
+
 def test_the_released_bert_masks_85_and_nothing_at_random() -> None:
     objective = recipe("bert-small", "released").objective
     assert (objective.mask_token_percent, objective.random_token_percent) == (85.0, 0.0)

@@ -222,6 +222,7 @@ def test_the_released_profile() -> None:
         "weight_decay": 0.01,
         "bias_correction": False,
         "loss": "sum",
+        "padding": "dynamic",
     }
     with pytest.raises(ElectraError, match="no profile 'best'"):
         recipes.tuning_profile("best")

@@ -147,7 +147,9 @@ def test_a_misspelt_setting_is_told_with_the_nearest_name(made: Made, tmp_path: 
         made.model.finetune(made.here / "mine.csv", tmp_path / "t", **{**TUNE, "epoch": 3})
 
 
-def test_training_can_start_from_a_model(made: Made, tmp_path: Path) -> None:
+def test_training_can_start_from_a_model(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"run": SETTINGS["run"] | {"train_steps": 1}, "data": SETTINGS["data"]}
     optim = {"learning_rate": 1e-12}
     made.model.export(tmp_path / "model")
@@ -161,6 +163,17 @@ def test_training_can_start_from_a_model(made: Made, tmp_path: Path) -> None:
     # As the command does, which has the warm-up of a million steps in a share of these.
     used = json.loads((tmp_path / "small" / "config.json").read_bytes())
     assert used["optim"]["warmup_percent"] == 6.0
+    capsys.readouterr()
+    half = start / "discriminator"
+    generator = {"depth": 1.0, "width": 1.0}
+    electra.train(
+        *("tiny", made.corpus, tmp_path / "half"),
+        **settings,
+        init=half,
+        quiet=False,
+        generator=generator,
+    )
+    assert "holds no generator" in capsys.readouterr().err
 
 
 def test_detect_embed_and_encode_are_those_of_the_commands(made: Made) -> None:

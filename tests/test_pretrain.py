@@ -1735,6 +1735,40 @@ def test_a_deterministic_run_does_not_fill_memory_before_it_is_written(
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_deterministic_mode_ends_with_the_run_that_began_it(
+    micro: PretrainConfig,
+    corpus: Corpus,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: bool,
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(before)
+    try:
+        pretrain(with_run(micro, deterministic=True), corpus, tmp_path, quiet=True)
+        assert torch.are_deterministic_algorithms_enabled() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_logged_loss_is_what_is_minimised(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+) -> None:
+    """Not yet λ L_Disc while the generator has its head start, and L_MLM in no second stage."""
+    late = changed(micro, "objective.disc_start_percent", 25.0)
+    pretrain(late, corpus, tmp_path / "late", quiet=True)
+    lines = [m for m in metrics(tmp_path / "late") if m["kind"] == "train"]
+    assert lines[0]["loss"] == pytest.approx(lines[0]["mlm_loss"])
+    assert lines[-1]["loss"] == pytest.approx(lines[-1]["mlm_loss"] + 50 * lines[-1]["disc_loss"])
+    objective = replace(micro.objective, algorithm="two_stage", stage_two="fresh")
+    stages = replace(micro, objective=objective, generator=replace(micro.generator, sharing="none"))
+    pretrain(stages, corpus, tmp_path / "stages", quiet=True)
+    lines = [m for m in metrics(tmp_path / "stages") if m["kind"] == "train"]
+    assert lines[0]["loss"] == pytest.approx(lines[0]["mlm_loss"])
+    assert lines[-1]["loss"] == pytest.approx(50 * lines[-1]["disc_loss"])
+
+
 class _NoAnswers(TorchDispatchMode):
     """Refuses what would bring a number to the host: on a GPU that waits for all steps before."""
 
