@@ -284,11 +284,10 @@ def _read_study(path: Path, title: str) -> _Study:
             cell["run"] = title
             rows.setdefault(cell["label"], []).append(cell)
         # A setting that is younger than the record had its default.
-        base = flat(to_dict(PretrainConfig())) | flat(dict(read["base"]))
-        settings = {key: value for key, value in base.items() if key != "run.seed"}
-        for key in ("equal", "corpus_fingerprint", "tuning", "tuning_seeds"):
-            settings[key] = read[key]
-        settings["tasks"] = sorted(tasks)
+        settings = flat(to_dict(PretrainConfig())) | flat(dict(read["base"]))
+        del settings["run.seed"]
+        more = ("equal", "corpus_fingerprint", "tuning", "tuning_seeds")
+        settings |= {key: read[key] for key in more} | {"tasks": sorted(tasks)}
         return _Study(title, str(read["study"]), tasks, rows, settings, {title: _made(read)}, [])
 
 
@@ -659,51 +658,6 @@ def _slope(points: Sequence[tuple[float, float]]) -> str:
     return f"{100 * slope:+.1f} ({100 * (slope - half):+.1f} to {100 * (slope + half):+.1f})"
 
 
-def _scale_figures(
-    sizes: Sequence[tuple[_Run, _Study]], pairs: Sequence[tuple[str, str]]
-) -> list[Panel]:
-    """Scores over FLOPs by setting, and the differences of some pairs of settings."""
-    name = sizes[0][1].name
-
-    def lines(
-        axis: Any, i: int, key: str, points: list[tuple[float, Spread | None]], bars: str
-    ) -> None:
-        there = [
-            (x, 100 * s.mean, 100 * (getattr(s, bars) or 0.0)) for x, s in points if s is not None
-        ]
-        if there:
-            x, y, size = zip(*there, strict=True)
-            style = {"marker": "o", "markersize": 4, "capsize": 3, "color": f"C{i % 10}"}
-            axis.errorbar(x, y, size, label=label(key), **style)
-
-    def finish(axis: Any, title: str, of: str) -> None:
-        ticks = {
-            cell["flops"]: f"{cell['steps']:,} steps\n{cell['flops']:.3g}" for cell, _ in sizes
-        }
-        axis.set(xscale="log", xlabel=f"training FLOPs {of}", title=label(f"{name}: {title}"))
-        axis.set_xticks([], minor=True)
-        axis.set_xticks(list(ticks), list(ticks.values()))
-        if axis.get_legend_handles_labels()[0]:  # where it hides no bar
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize="small")
-
-    def scores(axis: Any) -> None:
-        for i, key in enumerate(dict.fromkeys(key for _, study in sizes for key in study.rows)):
-            cells = [study.rows[key] for _, study in sizes if key in study.rows]
-            found = [(row[0]["flops"], spread(_values(row, "score"))) for row in cells]
-            lines(axis, i, key, found, "std")
-        finish(axis, "mean over tasks × 100, ± standard deviation", "of each setting")
-
-    def differences(axis: Any) -> None:
-        for i, (a, b) in enumerate(pairs):
-            aside = 1.03 ** (i - (len(pairs) - 1) / 2)  # so that bars do not hide each other
-            found = [(cell["flops"] * aside, _gap(study, a, b)) for cell, study in sizes]
-            lines(axis, i, f"{a} above {b}", found, "half")
-        axis.axhline(0, color="grey", linewidth=0.8)
-        finish(axis, "not held at every scale, 95 % confidence", "of the scale")
-
-    return [scores, *[differences] * bool(pairs)]
-
-
 def _study_runs(study: _Study) -> list[_Run]:
     """A line of CSV per cell and task, or one for a cell without scores."""
     lines: list[_Run] = []
@@ -815,65 +769,117 @@ def draw(
     return picture.getvalue()
 
 
+def _errorbars(
+    axis: Any,
+    name: str,
+    points: Sequence[tuple[float, Spread | None]],
+    bars: str = "half",
+    **style: Any,
+) -> None:
+    """Mean values over a number, and what the bars show of their spread, × 100."""
+    there = [(x, 100 * s.mean, 100 * (getattr(s, bars) or 0.0)) for x, s in points if s is not None]
+    if there:
+        axis.errorbar(*zip(*there, strict=True), marker="o", capsize=3, label=label(name), **style)
+
+
+def _legend(axis: Any, **place: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(**place)
+
+
 def _study_figures(study: _Study) -> list[Panel]:
-    """What to draw of a study, a function of the axis per panel."""
-
-    def points(axis: Any, rows: dict[str, float], name: str, **style: Any) -> None:
-        """Scores of some settings over a number, with their confidence intervals."""
-        found = [(x, spread(_values(study.rows[key], "score"))) for key, x in rows.items()]
-        there = [(x, 100 * s.mean, 100 * (s.half or 0.0)) for x, s in found if s is not None]
-        if there:
-            x, y, half = zip(*sorted(there), strict=True)
-            axis.errorbar(x, y, half, marker="o", capsize=3, label=label(name), **style)
-
-    def by_flops(axis: Any) -> None:
-        families: dict[str, dict[str, float]] = {}
-        for key, cells in study.rows.items():
-            families.setdefault(key.partition(",")[0], {})[key] = cells[0]["flops"]
-        for name, rows in families.items():
-            points(axis, rows, name)
-        axis.set(xscale="log", xlabel="training FLOPs (matrix products)")
-
-    def by_width(axis: Any) -> None:
-        sizes = {key: re.fullmatch(r"(width|depth) (\d)(?:/([1-9]))?", key) for key in study.rows}
-        for part in ("width", "depth"):
-            of_part = {key: m for key, m in sizes.items() if m and m[1] == part}
-            points(axis, {key: int(m[2]) / int(m[3] or 1) for key, m in of_part.items()}, part)
-        for i, key in enumerate(key for key, m in sizes.items() if not m):
-            if found := spread(_values(study.rows[key], "score")):
-                axis.axhline(100 * found.mean, color=f"C{i + 2}", linestyle=":", label=label(key))
-        axis.set(xlabel="generator as a share of the discriminator")
-
-    def by_setting(axis: Any) -> None:
-        names = list[str]()
-        for i, (key, cells) in enumerate(study.rows.items()):
-            if scores := [100 * score for score in _values(cells, "score")]:
-                # A colour of its own, also where other settings were not run.
-                points(axis, {key: len(names)}, "", linestyle="none", color=f"C{i % 10}")
-                axis.scatter([len(names)] * len(scores), scores, color="grey", s=9, zorder=3)
-                names.append(label(key))
-        axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    """The mean over tasks of each setting, and for some studies curves."""
+    over = {"rtd-vs-mlm": _over_flops, "generator-size": _over_size}.get(study.name, _by_setting)
 
     def scores(axis: Any) -> None:
-        {"rtd-vs-mlm": by_flops, "generator-size": by_width}.get(study.name, by_setting)(axis)
+        over(study, axis)
         axis.set_title(label(f"{study.name}: mean over tasks × 100, 95 % confidence"))
+        _legend(axis)
 
     def curve(key: str, title: str, axis: Any) -> None:
         for i, (name, cells) in enumerate(study.rows.items()):
             for j, cell in enumerate(cells):
-                known = [(p["step"], p[key]) for p in cell.get("curve", []) if p[key] is not None]
-                if known:
-                    style = {"color": f"C{i % 10}", "label": None if j else label(name)}
-                    axis.plot(*zip(*known, strict=True), **style)
+                points = cell.get("curve", [])
+                if known := [(p["step"], p[key]) for p in points if p[key] is not None]:
+                    told = None if j else label(name)
+                    axis.plot(*zip(*known, strict=True), color=f"C{i % 10}", label=told)
         axis.set(title=f"{title}, held out", xlabel="step")
+        _legend(axis)
 
-    def with_legend(panel: Panel, axis: Any) -> None:
-        panel(axis)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend()
+    if study.name != "algorithms":
+        return [scores]
+    names = {"mlm_accuracy": "generator's accuracy", "disc_auc": "AUC of replaced tokens"}
+    return [scores, *(functools.partial(curve, key, title) for key, title in names.items())]
 
-    panels: list[Panel] = [scores]
-    if study.name == "algorithms":
-        names = {"mlm_accuracy": "generator's accuracy", "disc_auc": "AUC of replaced tokens"}
-        panels += [functools.partial(curve, key, title) for key, title in names.items()]
-    return [functools.partial(with_legend, panel) for panel in panels]
+
+def _scores(study: _Study, rows: dict[str, float]) -> list[tuple[float, Spread | None]]:
+    """Those of some settings over a number, in its order."""
+    found = sorted(rows.items(), key=lambda row: row[1])
+    return [(x, spread(_values(study.rows[key], "score"))) for key, x in found]
+
+
+def _over_flops(study: _Study, axis: Any) -> None:
+    families: dict[str, dict[str, float]] = {}
+    for key, cells in study.rows.items():
+        families.setdefault(key.partition(",")[0], {})[key] = cells[0]["flops"]
+    for name, rows in families.items():
+        _errorbars(axis, name, _scores(study, rows))
+    axis.set(xscale="log", xlabel="training FLOPs (matrix products)")
+
+
+def _over_size(study: _Study, axis: Any) -> None:
+    sizes = {key: re.fullmatch(r"(width|depth) (\d)(?:/([1-9]))?", key) for key in study.rows}
+    for part in ("width", "depth"):
+        of_part = {key: m for key, m in sizes.items() if m and m[1] == part}
+        shares = {key: int(m[2]) / int(m[3] or 1) for key, m in of_part.items()}
+        _errorbars(axis, part, _scores(study, shares))
+    for i, key in enumerate(key for key, m in sizes.items() if not m):
+        if found := spread(_values(study.rows[key], "score")):
+            axis.axhline(100 * found.mean, color=f"C{i + 2}", linestyle=":", label=label(key))
+    axis.set(xlabel="generator as a share of the discriminator")
+
+
+def _by_setting(study: _Study, axis: Any) -> None:
+    names = list[str]()
+    for i, (key, cells) in enumerate(study.rows.items()):
+        if scores := [100 * score for score in _values(cells, "score")]:
+            # A colour of its own, also where other settings were not run.
+            point = [(len(names), spread(_values(cells, "score")))]
+            _errorbars(axis, "", point, linestyle="none", color=f"C{i % 10}")
+            axis.scatter([len(names)] * len(scores), scores, color="grey", s=9, zorder=3)
+            names.append(label(key))
+    axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
+
+
+def _scale_figures(
+    sizes: Sequence[tuple[_Run, _Study]], pairs: Sequence[tuple[str, str]]
+) -> list[Panel]:
+    """Scores over FLOPs by setting, and the differences of some pairs of settings."""
+    name = sizes[0][1].name
+
+    def finish(axis: Any, title: str, of: str) -> None:
+        ticks = {
+            cell["flops"]: f"{cell['steps']:,} steps\n{cell['flops']:.3g}" for cell, _ in sizes
+        }
+        axis.set(xscale="log", xlabel=f"training FLOPs {of}", title=label(f"{name}: {title}"))
+        axis.set_xticks([], minor=True)
+        axis.set_xticks(list(ticks), list(ticks.values()))
+        # Below, where it hides no bar.
+        _legend(axis, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize="small")
+
+    def scores(axis: Any) -> None:
+        for i, key in enumerate(dict.fromkeys(key for _, study in sizes for key in study.rows)):
+            cells = [study.rows[key] for _, study in sizes if key in study.rows]
+            found = [(row[0]["flops"], spread(_values(row, "score"))) for row in cells]
+            _errorbars(axis, key, found, "std", markersize=4, color=f"C{i % 10}")
+        finish(axis, "mean over tasks × 100, ± standard deviation", "of each setting")
+
+    def differences(axis: Any) -> None:
+        for i, (a, b) in enumerate(pairs):
+            aside = 1.03 ** (i - (len(pairs) - 1) / 2)  # so that bars do not hide each other
+            found = [(cell["flops"] * aside, _gap(study, a, b)) for cell, study in sizes]
+            _errorbars(axis, f"{a} above {b}", found, markersize=4, color=f"C{i % 10}")
+        axis.axhline(0, color="grey", linewidth=0.8)
+        finish(axis, "not held at every scale, 95 % confidence", "of the scale")
+
+    return [scores, *[differences] * bool(pairs)]
