@@ -157,18 +157,20 @@ class TextData:
         ends = np.searchsorted(owner, np.arange(int(features.example.max(initial=-1)) + 2))
         return [best[a:b].tolist() for a, b in itertools.pairwise(ends)]
 
+    def _graded(self, split: str, predictions: Predictions) -> tuple[list[Any], list[Any]]:
+        """The answers, and the labels they should be."""
+        return self.answers(predictions, self.splits[split]), self.examples[split].labels
+
     def score(self, split: str, predictions: Predictions) -> dict[str, float]:
-        if not (labels := self.examples[split].labels):
+        if not self.examples[split].labels:
             return {}
-        return metrics.score(self.task, self.answers(predictions, self.splits[split]), labels)
+        return metrics.score(self.task, *self._graded(split, predictions))
 
     def confusion(self, split: str, predictions: Predictions) -> dict[str, dict[str, int]]:
-        answers = self.answers(predictions, self.splits[split])
-        return metrics.confusion(self.task, answers, self.examples[split].labels)
+        return metrics.confusion(self.task, *self._graded(split, predictions))
 
     def failed(self, split: str, predictions: Predictions) -> bool:
-        answers, labels = self.answers(predictions, self.splits[split]), self.examples[split].labels
-        return metrics.is_degenerate(self.task, answers, labels)
+        return metrics.is_degenerate(self.task, *self._graded(split, predictions))
 
     def ensemble(self, predictions: Sequence[Predictions]) -> Predictions | None:
         """Mean probability of each class, or mean value."""
@@ -266,7 +268,7 @@ class Trainer:
         if runtime.compiled:
             # The block once, for all its copies and all lengths: that takes a fraction of the time
             # of compiling the whole step, and what lies around the blocks hardly matters. They
-            # differ in the number of their dropout site, which makes no other program here.
+            # differ in the number of their dropout site, which needs no program of its own here.
             torch._dynamo.config.allow_unspec_int_on_nn_module = True  # pyright: ignore[reportPrivateImportUsage]
             for block in network.blocks:
                 block.compile(dynamic=True)
@@ -489,16 +491,15 @@ def finetune(
     run = _Run(config, encoder, data, runtime, out)
     with exclusive(out), StopRequest() as stop:
         run.enter(before)
-        done = {seed: run.result(seed) for seed in run.seeds}
-        left = [seed for seed in run.seeds if not done[seed]]
-        for seed in set(run.seeds) - set(left):  # a kill may have come before they were deleted
+        done = {seed: result for seed in run.seeds if (result := run.result(seed))}
+        for seed in done:  # a kill may have come before they were deleted
             shutil.rmtree(run.place(seed) / "checkpoints", ignore_errors=True)
-        if left:
-            _keep_finished(out, {seed for seed in run.seeds if done[seed]})
+        if left := [seed for seed in run.seeds if seed not in done]:
+            _keep_finished(out, {*done})
             log = RunLog(out, active=True, from_step=config.seeds * 10**9, quiet=quiet)
             try:
-                at_once = min(len(left), config.at_once or _AT_ONCE)
-                at_once = at_once if runtime.device.type == "cuda" else 1
+                on_gpu = runtime.device.type == "cuda"
+                at_once = min(len(left), config.at_once or _AT_ONCE) if on_gpu else 1
                 with _device_errors(config, at_once):
                     done |= _train_seeds(run, left, at_once, log, stop)
             finally:
@@ -565,9 +566,9 @@ class _Run:
                 if before.get(key) != record[key]:
                     forbidden.append(f"another {key if key != 'encoder' else 'model'}")
             if forbidden:
-                what = "This directory holds a fine-tuning with other settings: "
+                told = "; ".join(forbidden)
+                what = f"This directory holds a fine-tuning with other settings: {told}."
                 fix = "give the settings it began with, or choose another --out"
-                what += "; ".join(forbidden) + "."
                 raise ElectraError(what, where=str(self.out), fix=fix)
         write_atomic(path, json_bytes(record, indent=1))
 
@@ -623,11 +624,9 @@ def _device_errors(config: FinetuneConfig, at_once: int) -> Generator[None]:
         runtimes.refuse_undetermined(error)
         if not runtimes.is_out_of_memory(error):
             raise
-        what, where = (
-            f"The device has no memory left with batches of {config.batch_size}",
-            "batch_size",
-        )
+        what = f"The device has no memory left with batches of {config.batch_size}"
         fix = "use a smaller model, shorter texts (--length) or a smaller --batch-size"
+        where = "batch_size"
         if at_once > 1:
             what, where = f"{what} and {at_once} seeds at once", "at_once"
             fix = f"--at-once {at_once // 2} trains each seed as before in less memory"
@@ -649,32 +648,32 @@ def _train_seeds(
     while waiting or running:
         while waiting and idle:
             running.append(_SeedRun(run, idle.pop(), waiting.pop(0), log))
-        for seed in running:
-            seed.trainer.step()
+        for one in running:
+            one.trainer.step()
             steps += 1
-        for seed in running:
-            seed.score_epoch()
+        for one in running:
+            one.score_epoch()
         now = time.perf_counter()
         if now - last_look > 0.5:
             last_look = now
             rate = steps / (now - begin)
-            ahead = sum(each - s.trainer.step_number for s in running) + len(waiting) * each
+            ahead = sum(each - one.trainer.step_number for one in running) + len(waiting) * each
             log.progress(
                 1 - ahead / (len(seeds) * each),
-                f"{data.task.name} seed {', '.join(str(s.seed) for s in running)}  "
+                f"{data.task.name} seed {', '.join(str(one.seed) for one in running)}  "
                 f"step {running[0].trainer.step_number:,} of {each:,}  "
                 f"{rate * config.batch_size:,.0f} examples/s  left {ahead / rate:,.0f} s",
             )
         stopping = stop()  # looked at once: a signal from here on is seen after the next step
-        for seed in list(running):
-            seed.save_if_due(now, stopping=stopping)
-            if seed.is_over:
-                done[seed.seed] = seed.finish(at_once)
-                running.remove(seed)
-                idle.append(seed.trainer)
+        for one in list(running):
+            one.save_if_due(now, stopping=stopping)
+            if one.is_over:
+                done[one.seed] = one.finish(at_once)
+                running.remove(one)
+                idle.append(one.trainer)
         if stopping and running:
-            for seed in running:
-                seed.saver.wait()
+            for one in running:
+                one.saver.wait()
             raise Stopped
     return done
 
