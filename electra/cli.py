@@ -483,10 +483,8 @@ class AblateCommand(Command):
         tuning = [f"--{setting}" for setting in self.tuning]
         # A wrong setting is told now, not when the first model waits for it.
         _parse(["glue", "--model", "m", "--data", "d", "--out", "o", *tuning])
-        options = self.given(
-            *("tasks", "rows", "seeds", "first_seed", "tuning_seeds", "equal", "jobs")
-        )
-        options |= {"tuning": tuning, "note": _note}
+        options = self.given("tasks", "rows", "seeds", "first_seed", "tuning_seeds", "equal")
+        options |= {"jobs": self.jobs, "tuning": tuning, "note": _note}
         code = ablate(self.study, base, self.corpus, self.data, self.out, **options)
         print(report([self.out]))
         return code
@@ -699,18 +697,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         os._exit(EXIT_STOPPED)
 
     def react(handler: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in StopRequest.SIGNALS:
             signal.signal(number, handler)
 
     react(end)  # where there is something to save, a `StopRequest` takes over
     argv = list(sys.argv[1:] if argv is None else argv)
     # It needs no network, except for hf:NAME; what it imports is asked not to use any either.
-    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
-        if name != "HF_HUB_OFFLINE" or not any(re.match("(--input=)?hf:", arg) for arg in argv):
-            os.environ.setdefault(name, "1")
+    for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+        os.environ.setdefault(name, "1")
+    if not any(re.match("(--input=)?hf:", arg) for arg in argv):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # A killed torchrun cannot end its processes, and they would go on and hold the directory:
-        # let the kernel ask them to stop (PR_SET_PDEATHSIG).
+        # A killed torchrun cannot end its processes, which would go on and hold the directory:
+        # the kernel is to ask them to stop (PR_SET_PDEATHSIG).
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
     code = run(argv)
     react(signal.SIG_IGN)  # the outcome stands
