@@ -572,10 +572,11 @@ def to_transformers(network: Network) -> Tensors:
     """The tensors of `network` as transformers names and shapes them."""
     tensors, kind = network.tensors, network.kind
     last = "head.w" if kind == "discriminator" else "head.out"
+    needs_dense = "head.dense" in _CLASSES[kind][1] and "head.dense.weight" not in tensors
     if kind == "encoder":
         tensors = _part(tensors, "encoder.")
-    elif "head.dense" in _CLASSES[kind][1] and "head.dense.weight" not in tensors:
-        tensors = tensors | (_dense_head(tensors, last) if f"{last}.weight" in tensors else {})
+    elif needs_dense and f"{last}.weight" in tensors:
+        tensors = tensors | _dense_head(tensors, last)
     result: Tensors = {}
     for ours, tensor in tensors.items():
         names = _names(kind, ours)
@@ -897,7 +898,7 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
     """
     if config.objective.kind in ("mlm", "replace_mlm") or config.generator.frozen:
         pretrained.network("generator")  # nothing else learns, or this never will: it must be there
-    special, notes = SpecialIds(0, 1, 2, 3, 4), list[str]()  # of no weight: nothing is masked
+    special, notes = SpecialIds(0, 1, 2, 3, 4), list[str]()  # any will do: nothing is masked
     with torch.device("meta"):  # what does not fit is said before anything is drawn
         asked_for = _pairs(objective_class(config)(config, vocab_size, special))
     for kind, pair in asked_for.items():
