@@ -418,28 +418,20 @@ class PretrainConfig:
 
     def without_effect(self) -> Iterator[str]:
         """A sentence for every setting that has another value than its default and does nothing."""
-        o, p = self.objective, self.optim
-        for name, used, needed in (
-            ("optim.muon_rate", p.kind == "muon", "optim.kind muon"),
-            ("optim.muon_momentum", p.kind == "muon", "optim.kind muon"),
-            ("optim.decay_percent", p.schedule == "wsd", "optim.schedule wsd"),
-            ("objective.stage_two", o.algorithm == "two_stage", "objective.algorithm two_stage"),
-            (
-                "objective.duplicate_draws",
-                o.mask_positions == "with_replacement",
-                "objective.mask_positions with_replacement",
-            ),
-            (
-                "generator.temperature_steps",
-                self.generator.temperature != 1,
-                "a generator.temperature other than 1",
-            ),
-        ):
-            group, _, key = name.partition(".")
-            settings = getattr(self, group)
-            value = getattr(settings, key)
-            if not used and value != getattr(type(settings), key):
-                yield f"{name} {value} has no effect: it needs {needed}"
+        values, defaults = flat(to_dict(self)), flat(to_dict(PretrainConfig()))
+        needed = {
+            "optim.muon_rate": ("optim.kind", "muon"),
+            "optim.muon_momentum": ("optim.kind", "muon"),
+            "optim.decay_percent": ("optim.schedule", "wsd"),
+            "objective.stage_two": ("objective.algorithm", "two_stage"),
+            "objective.duplicate_draws": ("objective.mask_positions", "with_replacement"),
+        }
+        idle = {name: f"{k} {v}" for name, (k, v) in needed.items() if values[k] != v}
+        if values["generator.temperature"] == 1:
+            idle["generator.temperature_steps"] = "a generator.temperature other than 1"
+        for name, missing in idle.items():
+            if values[name] != defaults[name]:
+                yield f"{name} {values[name]} has no effect: it needs {missing}"
 
     @property
     def generator_encoder(self) -> EncoderConfig:
