@@ -610,15 +610,13 @@ def _by_scale(studies: Sequence[_Study]) -> list[Section]:
                 since = (since or scale) if gap.mean > gap.half else ""
         if any(gaps):
             shown = [f"{gap}: {_verdict(gap, theirs)}" if gap else "not run" for gap in gaps]
-            change = _slope(
-                [
-                    (math.log2(cell["flops"]), gap)
-                    for (cell, _), each in zip(sizes, found, strict=True)
-                    for gap in each
-                ]
-            )
+            points = [
+                (math.log2(cell["flops"]), gap)
+                for (cell, _), each in zip(sizes, found, strict=True)
+                for gap in each
+            ]
             pair = [f"{code(a)} above {code(b)}", f"{theirs:.1f}"]
-            rows.append([*pair, *shown, change, since or "not yet"])
+            rows.append([*pair, *shown, _slope(points), since or "not yet"])
             if any(gap and not gap.mean > (gap.half or 0) for gap in gaps):
                 pairs.append((a, b))
     if not rows:
