@@ -163,7 +163,8 @@ class PlanCommand(Command):
         s, name = self.settings, self.gpu or "H200"
         model = Model(config=s, plan=plan, **self.given("vocab_size", "padded"))
         g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
-        generator = f"{g.layers} x {g.hidden_size}" if s.generator.kind == "network" else ""
+        is_network = s.generator.kind == "network"
+        generator = f"{g.layers} x {g.hidden_size}" if is_network else s.generator.kind
         batch = plan.state_bytes + s.data.at_once(s.data.batch_size) * each
         most = "at most " if s.run.minutes else ""
         limit = f" in {s.run.minutes:g} minutes" if s.run.minutes else ""
@@ -171,7 +172,7 @@ class PlanCommand(Command):
             "recipe": s.name,
             "encoder": f"{s.encoder.layers} x {s.encoder.hidden_size}, {s.encoder.attention_heads} "
             f"heads, feed-forward {s.encoder.ffn_size}, embeddings {s.encoder.embedding_size}",
-            "generator": "none" if s.objective.kind == "mlm" else generator or s.generator.kind,
+            "generator": "none" if s.objective.kind == "mlm" else generator,
             "parameters kept": f"{plan.discriminator_parameters:,}",
             "parameters of the generator": f"{plan.generator_parameters:,}",
             "tokens per step": f"{plan.tokens_per_step:,}",
