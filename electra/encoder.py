@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from . import fused
 from .config import EncoderConfig
+from .errors import ElectraError
 from .randomness import SeededDropout, StepRng
 
 Rng = StepRng | SeededDropout
@@ -324,7 +325,11 @@ def initialise(module: nn.Module, init: Literal["paper", "local"], seed: int) ->
             (c.head_size // 2, c.embedding_size // 4, c.hidden_size // 4)
             for c in (encoder.config for encoder in encoders)
         ]
-        P = max(1, min(FREQUENCIES, *map(min, sizes)))
+        P = min(FREQUENCIES, *map(min, sizes))
+        if P < 1:
+            what = "The networks are too narrow to begin with the neighbours of a token."
+            fix = "use encoder.init paper, or 2 channels a head and 4 of embeddings and states"
+            raise ElectraError(what, where="encoder.init", fix=fix)
         for encoder in encoders:
             _look_at_neighbours(encoder, P, draw)
     for part in module.modules():

@@ -35,6 +35,7 @@ from electra.config import (
     RunConfig,
 )
 from electra.encoder import Block, GeneratorHead
+from electra.errors import ElectraError
 from electra.objectives import (
     Batch,
     MaskedLM,
@@ -361,6 +362,15 @@ def test_a_local_start_lets_both_networks_look_at_their_neighbours(width: float)
         for head, offset in zip(range(len(p)), (-1, 1, -2, 2), strict=False):
             share = float(p[head, inner, inner + offset].mean())
             assert share > 10 / 61, (encoder.config.hidden_size, head, share)
+
+
+def test_a_local_start_of_networks_without_room_is_refused() -> None:
+    """`tiny` asks for it, and someone may make that smaller yet."""
+    config = settings(encoder_init="local")
+    narrow = replace(config.encoder, hidden_size=16, attention_heads=16)
+    with pytest.raises(ElectraError, match="too narrow") as caught:
+        built(replace(config, encoder=narrow, generator=GeneratorConfig(width=1.0)))
+    assert caught.value.where == "encoder.init"
 
 
 def test_the_seed_alone_decides_the_beginning() -> None:
