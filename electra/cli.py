@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import math
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -159,6 +161,11 @@ class PlanCommand(Command):
         from .plan import make_plan
         from .roofline import Model, cost_table, device_named, hours_at, scaling_table
 
+        for name in ("vocab_size", "tokens_per_second"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                fix = "use a number above 0"
+                raise ElectraError(f"{name} is {value}.", where=f"--{name}", fix=fix)
         plan, rate = make_plan(self.settings, self.vocab_size), self.tokens_per_second
         s, name = self.settings, self.gpu or "H200"
         model = Model(config=s, plan=plan, **self.given("vocab_size", "padded"))
@@ -247,7 +254,8 @@ class PretrainCommand(Command):
                 _note(note)
         pretrain(self.settings, corpus, self.out, **options)
         if int(os.environ.get("RANK", 0)) == 0 and not self.quiet:
-            print(f"done: {self.out}\nnext: electra export {self.out} --out {self.out}/export")
+            here, export = shlex.quote(str(self.out)), shlex.quote(f"{self.out}/export")
+            print(f"done: {self.out}\nnext: electra export {here} --out {export}")
 
     def _prepare_inside(self) -> Path:
         """Tokenizer and corpus of --input, inside the run directory."""
@@ -295,7 +303,7 @@ class ExportCommand(Command):
         from .hf import Storage, export_run
 
         limit = self.shard_megabytes
-        if limit is not None and limit <= 0:
+        if limit is not None and not 0 < limit < math.inf:
             what = f"Files of {limit} megabytes hold nothing."
             raise ElectraError(what, where="--shard-megabytes", fix="use a number above 0")
         storage = Storage(self.half, None if limit is None else int(1e6 * limit))
@@ -381,7 +389,8 @@ class FinetuneCommand(Command):
         model = _model(self.model)
         finetune_task(model, self.data, self.out, self.settings, note=_note, **options)
         print(report([self.out]))
-        print(f"model: {self.out}/model\nnext: electra predict --model {self.out} --input FILE")
+        here = shlex.quote(str(self.out))
+        print(f"model: {self.out}/model\nnext: electra predict --model {here} --input FILE")
 
 
 class GlueCommand(Command):

@@ -109,9 +109,11 @@ class Embedder:
         longest = loaded.config.max_positions
         self.length = min(128, longest) if length is None else length
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._batch_tokens = batch_tokens or _BATCH_TOKENS[self._device.type]
         on_gpu = self._device.type == "cuda"
-        self._threads = 1 if on_gpu else threads or len(os.sched_getaffinity(0))
+        most = _BATCH_TOKENS[self._device.type]
+        cores = 1 if on_gpu else len(os.sched_getaffinity(0))
+        self._batch_tokens = most if batch_tokens is None else batch_tokens
+        self._threads = cores if on_gpu or threads is None else threads
         for name, value, low, limit in (
             ("length", self.length, 2, longest),
             ("batch_tokens", self._batch_tokens, 1, 1 << 30),

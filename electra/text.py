@@ -441,6 +441,9 @@ def read_lines(path: Path, stats: TextStats | None = None, *, cut: bool = False)
 
 
 def _cut_short(error: Exception, where: str) -> ElectraError:
+    if isinstance(error, IsADirectoryError | PermissionError | FileNotFoundError):
+        what, fix = f"Cannot open: {error.strerror}.", "name a file, and check who may read it"
+        return ElectraError(what, where.rpartition(", ")[0], fix)
     return ElectraError(f"The file cannot be read to its end: {error}.", where, REPAIR)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -298,6 +299,22 @@ def test_the_recipe_may_stand_before_or_behind_the_flags(
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        "plan tiny --tokens-per-second 0",
+        "plan tiny --tokens-per-second nan",
+        "plan tiny --vocab-size 0",
+        "export RUN --out NEW --shard-megabytes nan",
+        "export RUN --out NEW --shard-megabytes inf",
+    ],
+)
+def test_numbers_of_which_nothing_can_be_made(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert "use a number above 0" in refused(capsys, *command.split())
+
+
+@pytest.mark.parametrize(
     ("name", "parameters"),
     [("small", "13,549,057"), ("base", "109,483,009"), ("large", "335,142,913")],
 )
@@ -323,7 +340,7 @@ def test_the_environment_is_described(capsys: pytest.CaptureFixture[str]) -> Non
 def test_from_text_to_a_coloured_sentence(
     capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
-    tokenizer, corpus, run, export = (tmp_path / n for n in ("t", "c", "run", "export"))
+    tokenizer, corpus, run = (tmp_path / name for name in ("ein Wörterbuch", "c", "mein Lauf"))
     assert electra("tokenizer", "--input", text, "--out", tokenizer, "--vocab-size", "97") == 0
     assert "97 tokens" in capsys.readouterr().out
     prepared = ["--tokenizer", tokenizer, "--out", corpus, "--length", "23", "--workers", "1"]
@@ -332,11 +349,13 @@ def test_from_text_to_a_coloured_sentence(
     assert electra("check", "--corpus", corpus) == 0
     assert electra("pretrain", *MICRO, "--corpus", corpus, "--out", run) == 0
     told = capsys.readouterr()
-    assert f"electra export {run}" in told.out
+    hint = shlex.split(told.out.partition("next: electra ")[2])  # as a shell reads it
     assert "discriminator AUC" in told.err
     assert "(token frequencies alone " in told.err  # what the generator has to beat
     assert (run / "curves.png").exists()
-    assert electra("export", run, "--out", export) == 0
+    assert hint == ["export", str(run), "--out", f"{run}/export"]
+    assert electra(*hint) == 0
+    export = run / "export"
     assert (export / "discriminator" / "model.safetensors").exists()
     assert (export / "generator" / "config.json").exists()
     capsys.readouterr()

@@ -186,6 +186,8 @@ def test_a_library_call_can_be_stopped(model: Path, tmp_path: Path) -> None:
         (b"fire\n", "vectors.npy", {"length": 1}, "use 2 to 29"),
         (b"fire\n", "vectors.npy", {"batch_tokens": -1}, "batch_tokens is -1"),
         (b"fire\n", "vectors.npy", {"threads": -1}, "threads is -1"),
+        (b"fire\n", "vectors.npy", {"batch_tokens": 0}, "batch_tokens is 0"),
+        (b"fire\n", "vectors.npy", {"threads": 0}, "threads is 0"),
     ],
 )
 def test_mistakes_are_refused(
@@ -198,6 +200,12 @@ def test_mistakes_are_refused(
         embed_file(model, str(source), out, **settings)
     assert said in str(caught.value)
     assert not list(tmp_path.glob("*vectors*"))
+
+
+def test_a_folder_is_no_text(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ElectraError, match="Cannot open: Is a directory") as caught:
+        embed_file(model, str(tmp_path), tmp_path / "vectors.npy")
+    assert caught.value.where == str(tmp_path)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
