@@ -216,6 +216,8 @@ class Page:
             return {"table": str(path.relative_to(folder)), "name": stem + suffix, **preview(path)}
         except ElectraError as error:
             path.unlink()
+            with contextlib.suppress(OSError):  # the same content has another name
+                path.parent.rmdir()
             where = error.where.replace(str(path), stem + suffix)
             raise Refused(422, error.what, where=where, fix=error.fix) from error
 
