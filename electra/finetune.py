@@ -88,7 +88,10 @@ def resolve(config: FinetuneConfig, encoder: EncoderConfig, task: Task) -> Finet
         "eval_every": "end" if is_at_end else "epoch",
     }
     unset: dict[str, Any] = {n: v for n, v in defaults.items() if getattr(config, n) is None}
-    length = min(config.length or task.length, encoder.max_positions)
+    if config.length is not None and config.length > (longest := encoder.max_positions):
+        what = f"The model reads {longest} tokens at most, {config.length} are asked for."
+        raise ElectraError(what, where="length", fix=f"use --length {longest} or less")
+    length = config.length or min(task.length, encoder.max_positions)
     return dataclasses.replace(config, length=length, **unset)
 
 
@@ -489,7 +492,8 @@ def finetune(
         RunConfig(compile=config.compile if pays else "no", **same), threads=before.get("threads")
     )
     run = _Run(config, encoder, data, runtime, out)
-    with exclusive(out), StopRequest() as stop:
+    with exclusive(out), StopRequest() as stop, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(runtime.leave)
         run.enter(before)
         done = {seed: result for seed in run.seeds if (result := run.result(seed))}
         for seed in done:  # a kill may have come before they were deleted

@@ -656,6 +656,8 @@ def load_finetuned(path: Path) -> FineTuned:
         if form not in get_args(heads.Form):
             raise ValueError(f"form {form}")
         c, outputs = encoder.config, len(task.labels) or 1
+        if not 4 <= length <= c.max_positions:
+            raise ValueError(f"length {length}")
         model = heads.empty_model(task.kind, c, encoder.vocab_size, outputs, form, **record["head"])
         model.load_state_dict(tensors, assign=True)
     except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:

@@ -194,6 +194,9 @@ def test_dropout_is_that_of_pre_training() -> None:
 
 def test_rows_are_no_longer_than_the_model_reads() -> None:
     assert resolve(FinetuneConfig(), CONFIG, SQUAD["squad2"]).length == CONFIG.max_positions
+    asked = FinetuneConfig(length=CONFIG.max_positions + 1)
+    with pytest.raises(ElectraError, match="are asked for"):
+        resolve(asked, CONFIG, GLUE["cola"])
 
 
 @pytest.mark.parametrize(

@@ -906,10 +906,11 @@ def test_a_record_of_a_run_that_was_changed(
         load_run(tmp_path / "run")
 
 
-def test_a_length_without_end_is_no_length(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [float("inf"), 0, 3, 10**6])
+def test_a_length_that_is_none_is_told(world: World, tmp_path: Path, length: float) -> None:
     shutil.copytree(world.artefacts.tuned / "model", tmp_path / "m")
     record = json.loads((tmp_path / "m" / "electra.json").read_bytes())
-    (tmp_path / "m" / "electra.json").write_bytes(dumped(record | {"length": float("inf")}))
+    (tmp_path / "m" / "electra.json").write_bytes(dumped(record | {"length": length}))
     with pytest.raises(CorruptError, match="does not fit"):
         hf.load_finetuned(tmp_path / "m")
 
