@@ -16,7 +16,6 @@ continues the study.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .config import PretrainConfig, flat, from_dict, read_settings_file, to_dict
-from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped, StopRequest
+from .errors import EXIT_BUG, EXIT_OK, ElectraError, Stopped, StopRequest, nearest
 from .files import exclusive, json_bytes, read_json, reading, storage_errors, write_atomic
 from .recipes import RECIPES, masked_lm, recipe
 
@@ -209,9 +208,7 @@ def make_grid(study: str, base: PretrainConfig, vocab_size: int, equal: Equal) -
 
     is_own = Path(study).suffix in (".json", ".toml")
     if not is_own and study not in STUDIES:
-        near = difflib.get_close_matches(study, STUDIES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        fix = f"{hint}known studies: {', '.join(STUDIES)}; or give the file of a grid"
+        fix = f"{nearest(study, STUDIES)} (or give the file of a grid)"
         raise ElectraError(f"There is no study {study!r}.", where="electra ablate", fix=fix)
 
     def with_steps(row: PretrainConfig) -> PretrainConfig:

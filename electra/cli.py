@@ -8,7 +8,6 @@ where and what to do, without a traceback (unless --debug), and sets the exit co
 from __future__ import annotations
 
 import ctypes
-import difflib
 import math
 import os
 import re
@@ -25,7 +24,7 @@ import tyro
 
 from . import __version__
 from .config import FinetuneConfig, PretrainConfig, flat, from_dict, read_settings_file, to_dict
-from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest
+from .errors import EXIT_OK, EXIT_STOPPED, ElectraError, Stopped, StopRequest, nearest
 from .recipes import RECIPES, Profile, recipe, tuning_profile
 
 Settings = Annotated[PretrainConfig, tyro.conf.arg(name="")]
@@ -779,9 +778,8 @@ def _parse(argv: list[str]) -> Command:
             fix = "write it in UTF-8; rename a file whose name is not"
             raise ElectraError("An argument is not valid UTF-8.", where=ascii(arg), fix=fix)
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.4)
-        fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(COMMANDS)}"
-        raise ElectraError(f"There is no command {name!r}.", where="electra", fix=fix)
+        what = f"There is no command {name!r}."
+        raise ElectraError(what, where="electra", fix=nearest(name, COMMANDS))
     cls: Any = COMMANDS[name]
     prog = f"electra {name}"
     if cls in (FinetuneCommand, GlueCommand):

@@ -10,7 +10,6 @@ A field's annotation says which values make sense; `Settings` refuses the others
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from .errors import ElectraError
+from .errors import ElectraError, nearest
 
 Sharing = Literal["none", "embeddings", "disentangled", "all"]
 
@@ -614,9 +613,8 @@ def from_dict(cls: type[T], values: dict[str, Any], *, where: str, base: T | Non
         changed["warmup_percent"] = None  # asked for in steps: a share from before would hide it
     for key, value in values.items():
         if key not in names:
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names)}"
-            raise ElectraError(f"There is no setting {key!r}.", where=where, fix=fix)
+            what = f"There is no setting {key!r}."
+            raise ElectraError(what, where=where, fix=nearest(key, names))
         hint, place = hints[key], f"{where}: {key}"
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):

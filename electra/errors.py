@@ -8,11 +8,12 @@ error, but ends a command in the same way.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from types import FrameType
 from typing import Any
 
@@ -37,6 +38,13 @@ class ElectraError(Exception):
         where = f"\n  where: {self.where}" if self.where else ""
         fix = f"\n  to do: {self.fix}" if self.fix else ""
         return self.what + where + fix
+
+
+def nearest(name: str, known: Iterable[object]) -> str:
+    """What to do about a name that is not among the known ones."""
+    names = [str(each)[:99] for each in known]  # comparing takes the square of the length
+    near = difflib.get_close_matches(name[:99], names, n=1, cutoff=0.4)
+    return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names[:20])}"
 
 
 class DiskFull(ElectraError):

@@ -8,7 +8,6 @@ paper's masking, the released discriminator head, textbook Adam.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,7 +23,7 @@ from .config import (
     PretrainConfig,
     RunConfig,
 )
-from .errors import ElectraError
+from .errors import ElectraError, nearest
 
 Profile = Literal["best", "paper", "released"]
 
@@ -177,10 +176,8 @@ def with_profile(config: PretrainConfig, profile: Profile) -> PretrainConfig:
 def recipe(name: str, profile: Profile = "best") -> PretrainConfig:
     """The settings of the recipe called `name`."""
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        fix = f"{hint}known recipes: {', '.join(RECIPES)}"
-        raise ElectraError(f"There is no recipe {name!r}.", where="recipe", fix=fix)
+        what = f"There is no recipe {name!r}."
+        raise ElectraError(what, where="recipe", fix=nearest(name, RECIPES))
     return with_profile(RECIPES[name](), profile)
 
 

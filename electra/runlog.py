@@ -49,7 +49,6 @@ class RunLog:
         self._waiting = b""
         self._progress: Progress | None = None
         self._last_line = -math.inf
-        self._quiet = quiet
         if not active:
             return
         # A notebook gets the plain lines as well, instead of a display of its own for each.

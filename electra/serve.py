@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import html
 import json
 import os
@@ -34,7 +33,7 @@ from torch import Tensor
 from . import __version__, hf, web
 from .detect import cut, verdict, with_generator
 from .encoder import DiscriminatorHead, Encoder
-from .errors import ElectraError
+from .errors import ElectraError, nearest
 from .features import TaskBatch, encode_texts, marked
 from .finetune import predict
 from .glue import answer_questions, answer_texts
@@ -76,9 +75,8 @@ class Endpoint:
     def read(self, given: Values, limit: int) -> Values:
         """The fields of a request, checked and with their defaults."""
         for name in given.keys() - self.asked.keys():
-            near = difflib.get_close_matches(name, self.asked, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(self.asked)}"
-            raise web.Refused(422, f"There is no field {name!r:.99}.", where="body", fix=fix)
+            what = f"There is no field {name!r:.99}."
+            raise web.Refused(422, what, where="body", fix=nearest(name, self.asked))
         values: Values = {}
         for name, schema in self.asked.items():
             if schema["type"] == "string":

@@ -11,12 +11,11 @@ way (the kind of task, a held-out part, broken rows) is said in `Loaded.notes`.
 from __future__ import annotations
 
 import csv
-import difflib
 import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -25,7 +24,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import numpy as np
 
-from .errors import ElectraError
+from .errors import ElectraError, nearest
 from .files import UNFIT, write_atomic
 from .text import draw, file_status, read_lines, split_suffix
 
@@ -160,7 +159,7 @@ def available(directory: Path) -> list[str]:
 def _load_glue(name: str, directory: Path) -> Loaded:
     """A task from the folder that holds all tasks, or from the task's own folder."""
     if (plain := _plain(name)) not in GLUE:
-        fix = _nearest(plain, GLUE) + "; leave the task out to read your own files"
+        fix = nearest(plain, GLUE) + "; leave the task out to read your own files"
         raise _bad(f"There is no task {name!r} in GLUE.", "task", fix)
     task, name, notes, splits = GLUE[plain], plain, list[str](), dict[str, Examples]()
     folder = _folder(name, directory) or directory
@@ -396,12 +395,6 @@ def _bad(what: str, where: object, fix: str) -> ElectraError:
     return ElectraError(what, where=str(where), fix=fix)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    names = [str(each)[:99] for each in known]  # takes the square of the length
-    near = difflib.get_close_matches(name[:99], names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(names[:20])}"
-
-
 def _collect(
     path: Path,
     fields: _Fields,
@@ -421,7 +414,7 @@ def _collect(
             label = next((known for known in label_of if known in row), label)
         for column in (*texts, label) if labelled else texts:
             if column not in row:
-                raise _bad(f"There is no column {column!r}.", where, _nearest(column, row))
+                raise _bad(f"There is no column {column!r}.", where, nearest(column, row))
         values = list[str]()
         for column in texts:
             value = "" if row[column] is None else row[column]
@@ -475,7 +468,7 @@ def _coded(row: _Row, task: Task, codes: Mapping[str, int]) -> Any:
     value = _number(row.label) if is_number else codes.get(row.label)
     if value is None:
         wanted = "a number" if is_number else "a class of the training set"
-        fix = "correct it" if is_number else _nearest(row.label, task.labels)
+        fix = "correct it" if is_number else nearest(row.label, task.labels)
         raise _bad(f"The label {row.label!r} is not {wanted}.", row.where, fix)
     return value
 

@@ -150,7 +150,7 @@ def test_a_misspelt_command_is_answered_with_the_nearest(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "'pretrain'" in refused(capsys, "pretrian")
-    assert "known:" in refused(capsys, "xyzzy")
+    assert "known here:" in refused(capsys, "xyzzy")
 
 
 def test_a_misspelt_recipe_is_answered_with_the_nearest(
