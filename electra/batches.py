@@ -59,8 +59,8 @@ class Batches:
     """The training order of one process's share of the batches.
 
     A packed corpus without short sequences still has one at the end of every piece of text, less
-    than one in a thousand. They sit out, `padded` is false, and attention needs no mask. Where
-    there is padding, `data.examples_per_row` lets examples share rows (`packing.py`).
+    than one in a thousand. They are left out, `padded` is false, and attention needs no mask.
+    Where there is padding, `data.examples_per_row` lets examples share rows (`packing.py`).
     """
 
     def __init__(self, examples: Examples, config: PretrainConfig, runtime: Runtime) -> None:

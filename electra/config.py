@@ -29,14 +29,14 @@ Sharing = Literal["none", "embeddings", "disentangled", "all"]
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which values of a setting make sense, for the program and for a person: "use ..."."""
+    """The values a setting may take: a test, and how an error names them ("use ...")."""
 
     holds: Callable[[Any], bool]
     use: str
 
 
 Count = Annotated[int, _Rule(lambda v: 1 <= v < 1 << 63, "at least 1, below 2^63")]
-# Far above any model, and low enough that nothing is built in vain for a hostile config.json.
+# Far above any real model, yet low enough that a hostile config.json cannot exhaust the memory.
 Layers = Annotated[int, _Rule(lambda v: 1 <= v <= 1000, "1 to 1000")]
 Size = Annotated[int, _Rule(lambda v: 1 <= v < 1 << 20, "1 to 1048575")]
 Whole = Annotated[int, _Rule(lambda v: 0 <= v < 1 << 63, "0 or more, below 2^63")]
@@ -60,8 +60,8 @@ License = Annotated[str, LICENSE]
 
 @cache
 def _rules(cls: type) -> list[tuple[str, _Rule, tuple[Any, ...]]]:
-    """The rules in the annotations of a class, also in those that allow None or a word as well:
-    (setting, rule, values that the rule is not about)."""
+    """The rules in a class's annotations, optional fields and unions with words included:
+    (setting, rule, values that are exempt from the rule)."""
     found: list[tuple[str, _Rule, tuple[Any, ...]]] = []
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         parts = (hint, *typing.get_args(hint))
@@ -72,7 +72,7 @@ def _rules(cls: type) -> list[tuple[str, _Rule, tuple[Any, ...]]]:
 
 
 class Settings:
-    """What all groups of settings have in common: values that make no sense are refused."""
+    """Base of all groups of settings: refuses values that break a rule."""
 
     _group = ""
 
@@ -137,13 +137,13 @@ class GeneratorConfig(Settings):
     text, all alike or as often as the corpus has them."""
     sharing: Sharing = "embeddings"
     """Weights shared with the discriminator: none; embeddings (the whole embedding block);
-    disentangled (the discriminator's tables are the generator's, which it does not train, plus a
-    difference of its own); all (needs width and depth 1)."""
+    disentangled (the discriminator adds a difference of its own to the generator's tables, which it
+    does not train); all (needs width and depth 1)."""
     temperature: Positive = 1.0
     """Divides the generator's logits before sampling."""
     temperature_steps: Whole = 0
-    """Steps over which the temperature falls towards 1 by a factor e; 0: it stays. Held-out text
-    is judged at 1."""
+    """Time constant, in steps, of the temperature's exponential decay towards 1; 0: no decay. Where
+    it decays, held-out text is sampled at 1."""
     disallow_correct: bool = False
     """Never sample the original token."""
     frozen: bool = False
@@ -171,9 +171,9 @@ class ObjectiveConfig(Settings):
     gate. electric: an energy for every token, against a two-tower generator. For the two in
     the middle the paper's study sets disc_weight (electra ablate efficiency --dry-run)."""
     disc_positions: Literal["all", "masked", "other", "random"] = "all"
-    """Tokens the discriminator's loss is over: all; the masked ones (ELECTRA 15 %); as many that
-    are not masked, of which none is replaced (its control, read word by word); as many, drawn
-    without regard to the masks (the same control as it can be meant)."""
+    """Tokens in the discriminator's loss. masked: the masked ones (ELECTRA 15 %). other: as many
+    unmasked ones, none of them replaced (the paper's control, taken literally). random: as many,
+    drawn independently of the masks (the control as it may have been meant)."""
     algorithm: Literal["joint", "two_stage", "adversarial"] = "joint"
     """joint: both losses at once. two_stage: the generator for half of the steps, then, with the
     generator frozen, the discriminator. adversarial: the generator is rewarded for the
@@ -183,7 +183,7 @@ class ObjectiveConfig(Settings):
     disc_weight: NotNegative = 50.0
     """λ, the weight of the discriminator's loss."""
     disc_start_percent: HalfPercent = 0.0
-    """The generator's head start: λ is 0 for this share of the run, then rises over as long."""
+    """Head start of the generator: λ is 0 for this share of the run, then rises for as long."""
     gen_weight: NotNegative = 1.0
     """Weight of the generator's loss."""
     mask_percent: MaskPercent = 15.0
@@ -216,8 +216,8 @@ class OptimConfig(Settings):
 
     _group = "optim."
     kind: Literal["adam", "muon"] = "adam"
-    """adam: for all parameters. muon: momentum made orthogonal for the matrices inside the blocks
-    of both encoders, Adam for everything else."""
+    """adam: for all parameters. muon: orthogonalised momentum for the matrices inside the blocks of
+    both encoders, Adam for everything else."""
     learning_rate: Positive = 5e-4
     """Peak learning rate."""
     muon_rate: Positive = 1.5e-3
@@ -229,7 +229,7 @@ class OptimConfig(Settings):
     """Learning rate of what belongs to the generator alone, as a multiple of the discriminator's;
     shared embeddings have the discriminator's."""
     warmup_steps: Whole = 10_000
-    """Steps of linear warm-up; given alone, they replace a share that the recipe has."""
+    """Steps of linear warm-up; setting only this overrides the recipe's warmup_percent."""
     warmup_percent: Percent | None = None
     """Warm-up as a share of the whole run instead, for runs limited by minutes."""
     schedule: Literal["then", "times", "cosine", "wsd"] = "then"
@@ -255,8 +255,8 @@ class OptimConfig(Settings):
     their place; 0 is off. Early on it forgets faster: step t has at least the weight 9/(10 + t)."""
     skip_spikes: bool = False
     """Leave out a step whose gradient norm lies more than 6 standard deviations above the mean of
-    the last 128 good steps; it counts as a bad step (run.max_bad_steps). They are counted anew when
-    the loss becomes another one: in the second of two stages, and once λ has risen."""
+    the last 128 good steps; it counts as a bad step (run.max_bad_steps). The window
+    starts anew when the loss changes: at the second of two stages, and while λ rises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,14 +273,14 @@ class DataConfig(Settings):
     and each counts positions and masked tokens as it would alone. 1: each is padded (paper)."""
     micro_batch: Count | Literal["auto"] | None = None
     """Sequences that go through the model at once on one process; smaller values save memory and
-    give the same gradients. Default: all of the process's share. auto: tried before the first step,
-    all of it or the half, a quarter, … that fits on every GPU, and kept when the run is continued;
-    on a CPU all of it."""
+    give the same gradients. Default: the process's whole share. auto: before the first step, try
+    all of it, a half, a quarter, … and take the first that fits on every GPU; a continued run keeps
+    it. On a CPU: all of it."""
     on_device: Literal["auto", "yes", "no"] = "auto"
     """Keep the token array in GPU memory: auto does so when it takes less than a quarter of it."""
 
     def at_once(self, rows: int) -> int:
-        """Of a process's `rows`, the most that go through the model at once, as far as is said."""
+        """The micro-batch of a process with `rows` sequences; all of them for None and "auto"."""
         return min(self.micro_batch, rows) if isinstance(self.micro_batch, int) else rows
 
 
@@ -470,7 +470,7 @@ class PretrainConfig:
 
 
 def _fraction_of(size: int, fraction: float, name: str) -> int:
-    """size · fraction where that is whole; 1/3 is understood although 0.333 is not 1/3."""
+    """size · fraction, which has to be whole; a rounded fraction such as 0.333 is read as 1/3."""
     exact = Fraction(fraction).limit_denominator(64) * size
     if exact < 1 or exact.denominator != 1:
         what = f"A generator fraction of {fraction} gives {name} {float(exact):g}."
@@ -510,10 +510,10 @@ class FinetuneConfig(Settings):
     bias_correction: bool = True
     """Correct Adam's moments for their zero start; the released code does not."""
     loss: Literal["mean", "sum"] = "mean"
-    """Of the examples of a batch; the released code sums, so that its clip is nearly always on."""
+    """How the losses of a batch are combined; the released code sums, so it nearly always clips."""
     dropout: Portion | None = None
     """Dropout of hidden states and of the head's input; default: what the model was pre-trained
-    with. One that never saw any is ruined by it (docs/log.md)."""
+    with. Dropout ruins a model pre-trained without it (docs/log.md)."""
     attention_dropout: Portion | None = None
     """Dropout of attention probabilities; default as above."""
     head: Literal["paper", "hf"] = "paper"

@@ -45,8 +45,8 @@ def num_masked(length: Tensor, slots: int, config: ObjectiveConfig) -> Tensor:
 
 
 def lay_out(sizes: Tensor, places: int) -> tuple[Tensor, Tensor]:
-    """Runs of `sizes` (..., P) one after another: the run that each place belongs to, P behind the
-    last, and its place inside that run; (..., places) int64 both."""
+    """Lay runs of `sizes` (..., P) end to end. For each place: the index of its run, P behind the
+    last, and its offset inside the run; (..., places) int64 both."""
     end = sizes.cumsum(-1)
     place = torch.arange(places, device=sizes.device)
     run = (place[:, None] >= end[..., None, :]).sum(-1)
@@ -176,8 +176,8 @@ def sample(logits: Tensor, u: Tensor) -> Tensor:
 
 
 def _running_sum(x: Tensor) -> Tensor:
-    """Along the last axis. On a GPU torch takes it for undetermined, which it is for a single long
-    row only: many short ones are summed by a block of threads each, in one order."""
+    """Along the last axis. torch calls it nondeterministic on a GPU, which holds for a single long
+    row only: of many short ones, a thread block sums each in a fixed order."""
     strict = x.is_cuda and torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling() or not strict:
         return x.cumsum(-1)

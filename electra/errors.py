@@ -21,7 +21,7 @@ EXIT_OK = 0
 EXIT_BUG = 1  # also: another process of the run was lost
 EXIT_USER = 2  # wrong input, wrong setting, missing file
 EXIT_CORRUPT = 3  # a corpus or checkpoint does not match its checksums
-EXIT_NUMERIC = 4  # the run stopped itself: not-a-number, again and again
+EXIT_NUMERIC = 4  # the run stopped itself after repeated non-finite steps
 EXIT_STOPPED = 75  # stopped, with everything saved: the same command continues
 
 

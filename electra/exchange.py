@@ -1,7 +1,7 @@
 """What several processes do with the flat buffers of `optim.Adam`: add up, split, hand round.
 
-A buffer is P pieces. A piece of the gradient leaves as soon as the backward pass has written it, so
-that the rest of the pass hides its way:
+A buffer is P pieces. A piece of the gradient is sent as soon as the backward pass has written it,
+while the pass goes on:
 
     none        all-reduce: every process has the whole sum and updates all weights
     optimizer   reduce-scatter: each piece is cut into one share a process, which has the moments
@@ -61,7 +61,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Nothing is sent or waited for inside: who breaks off a step there holds up no other."""
+        """No communication inside the block: a step aborted there blocks no other process."""
         kept, self.runtime = self.runtime, None
         try:
             yield

@@ -27,7 +27,7 @@ from .errors import CorruptError, DiskFull, ElectraError
 # Weights of 28 MB are for whoever has the checkout; a wheel is for those with a model of their own.
 SHIPPED = Path(__file__).parents[1] / "models" / "small-en"
 Bytes = bytes | bytearray | memoryview
-# What reading a file can raise that is not what its name promises.
+# What parsing a file with unexpected content can raise.
 UNFIT = (
     *(OSError, LookupError, TypeError, ValueError),
     *(AttributeError, ArithmeticError, RecursionError),

@@ -448,7 +448,7 @@ def predict(
             end += 1
         needed = max(shortest, -(-int(lengths[end - 1]) // step) * step)
         rows = torch.from_numpy(order[begin:end]).to(device)
-        # Importing the compiler takes seconds, and where nobody has, nothing is compiled.
+        # Importing the compiler takes seconds; where it is not imported, nothing is compiled.
         is_loaded = "torch._dynamo" in sys.modules
         stance = torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext()
         with stance:
@@ -853,7 +853,7 @@ def _read_predictions(directory: Path) -> dict[str, Predictions]:
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Generator[None]:
-    """What cannot be read of a file that a seed left is no reason to lose the others."""
+    """Names the seed to train again where one of its files cannot be read; the others stay."""
     try:
         yield
     except (OSError, SafetensorError) as error:

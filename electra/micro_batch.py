@@ -61,8 +61,8 @@ def find_micro_batch(
 
 
 def _hopeless(trainer: Trainer, size: int) -> bool:
-    """Whether what the encoders keep of so many sequences, reckoned low, is more than there is;
-    then nothing has to be compiled to see it."""
+    """Whether even a low estimate of the activations exceeds the memory: then nothing has to be
+    compiled to find out."""
     device, joint = trainer.runtime.device, trainer.objective.stage == "joint"
     if device.type != "cuda" or not joint:  # one network alone needs less
         return False
@@ -71,8 +71,8 @@ def _hopeless(trainer: Trainer, size: int) -> bool:
 
 
 def compiling(runtime: Runtime, stop: StopRequest) -> contextlib.AbstractContextManager[None]:
-    """For minutes, perhaps, in which nobody looks whether the run is to stop. Several processes
-    have to come to the end of it: one that breaks off would be a lost one to the others."""
+    """Lets a signal abort a compilation, which may take minutes, in a single process. Of several
+    none may: the others would take it for lost."""
     return stop.breaking_off() if runtime.world == 1 else contextlib.nullcontext()
 
 

@@ -53,7 +53,7 @@ from .encoder import (
 from .randomness import Purpose, StepRng
 
 DISCRIMINATOR_SITES = 1000  # dropout keys of the discriminator begin here
-POSITIONS_AT_ONCE = 4096  # whose logits over the vocabulary are held, where all positions have some
+POSITIONS_AT_ONCE = 4096  # whose vocabulary logits are held at a time, in losses over all
 
 
 class Batch(NamedTuple):
@@ -104,7 +104,7 @@ class SpecialIds(NamedTuple):
 class Objective(nn.Module):
     """Base of all objectives: the networks, and forward(batch, rng) -> Losses.
 
-    stage: joint trains all networks; generator and discriminator train one and leave the other.
+    stage: joint trains all networks; generator or discriminator trains that network alone.
     """
 
     stage: Literal["joint", "generator", "discriminator"] = "joint"
@@ -229,7 +229,7 @@ class Objective(nn.Module):
 
 
 class Guess(NamedTuple):
-    """What p_G says of the masked tokens, where it was not asked for its logits."""
+    """What the fused kernel tells of the masked tokens, in place of their logits."""
 
     nll: Tensor  # (B, M) −log p_G(x_i | x_masked)
     best: Tensor  # (B, M) the likeliest token
@@ -244,7 +244,7 @@ class Corruption(NamedTuple):
     g: Tensor  # (B, M, V) logits of p_G(x_i | x_masked)
     x_hat: Tensor  # (B, M) samples
     x_corrupt: Tensor  # (B, T)
-    guess: Guess | None = None  # then g is empty
+    guess: Guess | None = None  # of the fused kernel; g is empty then
 
 
 class Main(NamedTuple):
@@ -252,12 +252,12 @@ class Main(NamedTuple):
 
     loss: Tensor  # ()
     correct: Tensor  # () right answers
-    scored: Tensor  # () of so many
+    scored: Tensor  # () positions that count
     each: Tensor | None = None  # (B, T), token by token, where the loss is over tokens
 
 
 class WithGenerator(Objective):
-    """The part that objectives with a generator have in common: corrupting x, and the stages."""
+    """Base of the objectives with a generator: corrupting x, and the stages."""
 
     proposal: Tensor  # (V,) probabilities of a generator that is no network
 
@@ -336,8 +336,8 @@ class WithGenerator(Objective):
         return h, self.generator_logits(h)
 
     def generators_draws(self, rng: StepRng) -> StepRng:
-        """Its dropout's. An encoder that is both networks has the same keys in both of its passes:
-        one of them draws as in a step that no training comes to."""
+        """For the generator's dropout. An encoder that is both networks would drop the same units
+        in both passes, so the generator draws as if at a step that no run reaches."""
         is_one = self.config.generator.sharing == "all"
         return StepRng(rng.seed, rng.step + (1 << 62), rng.rows) if is_one else rng
 
@@ -408,7 +408,7 @@ class WithGenerator(Objective):
         return k, *self.mlm_loss(k.g, k.m, batch, k.guess)
 
     def generate_alone(self, batch: Batch, rng: StepRng) -> tuple[Corruption, Tensor, Tensor]:
-        """The same, of which only L_MLM leads back into the generator: `learn` may come later."""
+        """`generate`, detached from the generator but for L_MLM, so that `learn` may come later."""
         k, mlm, mlm_correct = self.generate(batch, rng)
         nothing = batch.x.new_empty(0)
         # Not _replace: torch 2.11 does not compile a tuple that was made so and is returned.
@@ -605,7 +605,7 @@ class Electric(ReplacedTokenDetection):
         return energy + log_q + math.log(p / (1 - p))
 
     def replaced(self, k: Corruption, batch: Batch) -> Tensor:
-        """Noise is noise even where it equals the original: only so are the odds those of d."""
+        """A sample is noise even where it equals the original: d are the log-odds of that."""
         return marked(k.m, batch.x)
 
     def generator_loss(

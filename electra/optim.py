@@ -48,7 +48,7 @@ class _Stack(NamedTuple):
 
     factor: float
     ps: list[Tensor]
-    us: list[Tensor]  # lie where the gradients lay: what `nesterov` makes of them
+    us: list[Tensor]  # views of the gradients, which `nesterov` turns into updates
 
 
 class Adam:
@@ -75,8 +75,8 @@ class Adam:
     ) -> None:
         """multipliers: of the learning rate, by parameter name (layer-wise decay); default 1.
 
-        kernel: update by an own kernel, where all is Adam's, in this process and not too much for
-        it; else by torch's. Muon's matrices are turned by own kernels then, on a GPU.
+        kernel: update by our own kernel where it applies (Adam alone, one process, not too many
+        parameters), else by torch's. On a GPU our kernels also orthogonalise Muon's matrices.
         """
         self.config = config
         self.exchange = exchange or Exchange()
@@ -249,7 +249,7 @@ class Adam:
             own[self._is_half[i]][0].append(self._grads[i])
             own[self._is_half[i]][1].append(grad)
         (wide, wide_grads), (half, half_grads) = own
-        if self._narrow and not first:  # there are: what waits makes room
+        if self._narrow and not first:  # a further micro-batch: widen the first one now
             self.grad[self._working].copy_(self._half_grad)
         if wide and first:
             torch._foreach_copy_(wide, wide_grads)  # pyright: ignore[reportPrivateImportUsage]
@@ -258,7 +258,7 @@ class Adam:
         if half:
             torch._foreach_copy_(half, half_grads)  # pyright: ignore[reportPrivateImportUsage]
         self._narrow = self.kernel and first
-        if self._narrow:  # perhaps there are no others: the kernel reads both buffers
+        if self._narrow:  # if no other follows, the kernel reads both buffers
             return
         begin, end = self._working.start, self._working.stop
         if piece is not None:
@@ -273,9 +273,9 @@ class Adam:
                 self.grad[begin:end].add_(widened)
 
     def expect(self, *, first: bool, earlier: Sequence[Tensor | None] | None = None) -> None:
-        """Before the backward pass of the last micro-batch: its gradients leave as they come.
+        """Call before the last micro-batch's backward pass: its gradients are sent as they come.
 
-        earlier: what a pass before it gave, if its loss has two terms; they are added.
+        earlier: gradients of the loss's first term, if it has two; they are added.
         """
         self._first, self._awaited = first, set(range(len(self.slots)))
         self._earlier = earlier
@@ -296,13 +296,13 @@ class Adam:
                 self.exchange.send(self.grad, number)
 
     def forget(self) -> None:
-        """What a backward pass that was broken off has left behind."""
+        """Drop what an aborted backward pass has left behind."""
         self._awaited.clear()
         self._arrived.clear()
         self._earlier = None
 
     def finish(self, grads: Sequence[Tensor | None]) -> None:
-        """After that pass: what no hook has seen goes now, then all that was sent is waited for."""
+        """Call after that pass: send what no hook has seen, then wait for all that was sent."""
         for i in sorted(self._awaited):
             self._arrive(i, grads[i])
         self._earlier = None
@@ -331,7 +331,7 @@ class Adam:
 
     def _update(self, lr: Tensor, rates: Tensor, divisor: Tensor, skip: Tensor, t: Tensor) -> None:
         """By the kernel behind torch.optim.AdamW(fused=True), with the clip as its gradient scale
-        and the skip as its overflow flag; matrices of Muon by `_muon`. Both use up the gradient."""
+        and the skip as its overflow flag; matrices of Muon by `_muon`. Both overwrite it."""
         c = self.config
         for i, (decay, parts) in enumerate(self._groups):
             if not parts:  # all of them in other processes' shares
@@ -364,7 +364,7 @@ class Adam:
             torch.cuda.current_stream().wait_stream(self._at_work.pop())
 
     def judge_norm(self, found: Tensor, lr: Tensor, step: Tensor) -> tuple[Tensor, ...]:
-        """What the norm means for the step, and count it if it is bad.
+        """Whether the step counts and how it is scaled, from its norm; bad steps are counted.
 
         found: () the norm, or (P,) sums of squares of parts. The norm; what the gradient is divided
         by; 1 if nothing is to change, else 0; steps for the corrections; the rate of each group.
@@ -403,7 +403,7 @@ class Adam:
         us = [torch.stack(stack.us) for stack in family]
         for (factor, ps, _), o in zip(family, self._turn(us), strict=True):
             rate = lr * (factor * c.muon_rate / c.learning_rate) * (1 - skip)
-            # Three dimensions: the product is float32 where o is narrower.
+            # Three dimensions: unlike a scalar, it promotes a narrower o to float32.
             o = o * (-0.2 * math.sqrt(max(ps[0].shape)) * rate).view(1, 1, 1)
             if c.weight_decay:
                 torch._foreach_mul_(ps, (1 - c.weight_decay * rate).view(()))  # pyright: ignore[reportPrivateImportUsage]

@@ -5,7 +5,7 @@ documents are divided into a training and a held-out part, each part is cut into
 million characters, and what a piece becomes depends only on the piece, the tokenizer and (seed,
 part, piece number): pieces can be built anywhere in any order with the same result. Two builders
 decide where an example begins and where A ends: `segments` is the released code's, `packed` wastes
-no token. Both make some examples short: a network that had read only full ones was lost in short
+no token. Both make some examples short: networks trained on full ones alone did badly on short
 texts.
 """
 
@@ -263,7 +263,7 @@ def packed(
     total = line_ends[-1] if line_ends else 0
     start = 0
     while start < total:
-        # Without short examples nothing is drawn for them: the rows are then what they always were.
+        # With short_percent 0 nothing is drawn, so such a corpus equals those of earlier versions.
         target = _target(max_length, rng, short_percent) if short_percent else max_length
         stop = min(start + target - 2, total)
         if rng.random() < 0.1 and _nearest(document_stops, start, stop, start) is None:

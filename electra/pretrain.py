@@ -81,7 +81,7 @@ def pretrain(
                 if runtime.is_main:
                     changed = enter_run(config, corpus, out, runtime, before, initial_from, force)
                 runtime.agree(0.0)  # the others wait until the directory is there
-                # Not kept here: its tensors and graphs are gone before the processes part.
+                # No reference is kept: tensors and graphs are freed before the process group ends.
                 _carry_out(Run(config, corpus, out, runtime, stop, initial), changed, quiet)
         except (LostProcess, Stopped):
             raise
@@ -171,9 +171,8 @@ class Run:
         self.owes_evaluation = self._owes_evaluation(from_model=initial is not None)
 
     def _owes_evaluation(self, *, from_model: bool) -> bool:
-        """Whether a stop came between a step and its evaluation, which is then made up for. What
-        training starts from is looked at too if it is a model: only so does one see what the run
-        changes."""
+        """Whether an evaluation is missing: a stop came between a step and its evaluation, or the
+        run starts from a model, whose scores show what training changes."""
         due = self.step % self.config.run.eval_every == 0 or self.progress >= 1.0
         due = due and (self.step > 0 or from_model)
         owes = self.runtime.is_main and due and not was_evaluated(self.out, self.step)
@@ -258,7 +257,7 @@ class Run:
                 if self.step % run.save_every == 0 and self.progress < 1.0:
                     self.save()
         if self.step > self.first_step or self.owes_evaluation:
-            # Before the save: what a checkpoint ends is logged to its end.
+            # Before the save, so that the log is complete up to the checkpoint.
             finished = self.runtime.agree(float(self.held_out()))
             self.save()
             if not finished:
@@ -384,8 +383,7 @@ class Run:
         return values
 
     def held_out(self) -> bool:
-        """Judge the networks on held-out text; whether that came to its end, as far as this
-        process knows."""
+        """Evaluate on held-out text, in the main process; False if a signal cut that short."""
         if not self.runtime.is_main or not len(self.corpus.held_out):
             return True
         asked = self.stop if self.trainer.may_stop else lambda: False
@@ -413,7 +411,7 @@ class Run:
         return True
 
     def _judge(self, batches: int, asked: Callable[[], bool]) -> Evaluation:
-        # Who has memory for few sequences at once has it for few of these as well.
+        # Where the micro-batch is limited, memory is short for evaluations too.
         few = self.config.data.micro_batch is not None
         at_once = min(64, self.trainer.at_once) if few else 64
         return evaluate(
@@ -425,7 +423,7 @@ class Run:
         )
 
     def _glance(self) -> None:
-        """The first part of an evaluation, for the memory that it takes."""
+        """Run the first part of an evaluation, to see whether it fits in memory."""
         if self.runtime.is_main and len(self.corpus.held_out):
             answers = iter((False,))
             with contextlib.suppress(Stopped), self.trainer.optimizer.averaged():

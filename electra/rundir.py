@@ -222,7 +222,7 @@ def found_micro_batch(out: Path, stage: str) -> int | None:
 
 
 def keep_micro_batch(out: Path, stage: str, size: int) -> None:
-    """Let a continued run take the same number, with which it has the same sums."""
+    """Store it for a continued run, whose sums are then rounded in the same way."""
     record = read_json(out / "run.json")
     record["micro_batch"][stage] = size
     write_atomic(out / "run.json", json_bytes(record, indent=1))

@@ -103,7 +103,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """What goes wrong between the processes becomes an error that names the one at fault."""
+        """Turn a failed exchange into an error that names the process at fault."""
         try:
             yield
         except RuntimeError as error:
@@ -114,15 +114,15 @@ class Runtime:
             raise  # all are there: it was something else
 
     def report(self, word: str) -> None:
-        """Leave word for the others: why this process ends, or nothing if it saw another end."""
+        """Tell the others why this process ends; empty if it ends because another one did."""
         if self.store is not None:
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"electra/word/{self.rank}", word)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, where it is ready in time for what is asked of the device next; nobody
-    waits for it here. (Out of memory that is not pinned a copy waits for all steps before it.)"""
+    """Copy to the device without waiting: what is queued there next sees the copy. (Unpinned memory
+    would first wait for all queued steps.)"""
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
@@ -136,8 +136,8 @@ def usable_memory(device: torch.device) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also of what recording a graph raises on its way out, and of compilers and libraries, which
-    have errors of their own for it."""
+    """Looks at context and cause too, as a failed graph recording raises another error, and at the
+    words that compilers and libraries use."""
     told = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
     return any(
         isinstance(e, torch.OutOfMemoryError) or any(words in str(e) for words in told)
@@ -270,8 +270,8 @@ def _dtype(config: RunConfig, *, on_gpu: bool) -> torch.dtype:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Generator[None]:
-    """Inside, a signal ends the process at once. Who waits for other processes in torch's C++ does
-    not come back to a handler of Python's until they are there; and nothing is to be saved yet."""
+    """Inside, a signal ends the process at once: no Python handler runs while torch's C++ waits for
+    other processes, and there is nothing to save yet."""
     heard: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in StopRequest.SIGNALS}

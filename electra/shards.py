@@ -111,7 +111,7 @@ class Examples:
         return tokens
 
     def _require_known(self, ids: NDArray[Any]) -> None:
-        """Checksums prove who wrote a corpus as little as they prove that its ids exist."""
+        """Refuse ids outside the vocabulary, which a valid checksum does not rule out."""
         if ids.max(initial=0) >= self.vocab_size:
             what = f"A token has the id {ids.max():,}, the vocabulary ends at {self.vocab_size:,}."
             raise CorruptError(what, self._path, _FIX)

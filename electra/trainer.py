@@ -36,7 +36,7 @@ from .optim import Adam, added, by_gram
 from .randomness import StepRng
 from .runtime import Runtime, is_out_of_memory, sent, usable_memory
 
-SPARE = 0.02  # of the memory a process may use, left by a micro-batch found by trying
+SPARE = 0.02  # of the usable memory, kept free by an automatic micro-batch
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Meter:
         self.forget()
 
     def forget(self) -> None:
-        """The step under way."""
+        """Drop the step under way."""
         self._losses.zero_()
 
 
@@ -145,7 +145,7 @@ class Trainer:
         self.forward = compiled(o)
         if isinstance(o, WithGenerator) and o.generator_is_first:
             self.parts = compiled(o.generate_alone), compiled(o.learn)
-        if self.runtime.world == 1:  # the some seventy small operations around the networks
+        if self.runtime.world == 1:  # some seventy small operations around the networks
             self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)
             self.close = compiled(close_step)
             self.optimizer.judge = compiled(self.optimizer.judge_norm)
@@ -243,8 +243,8 @@ class Trainer:
             self._keep_pace()
 
     def _keep_pace(self) -> None:
-        """Wait until few steps are under way: the clock that is read, and a signal that is heard,
-        are so many steps ahead of the device."""
+        """Limit how many steps are queued: by so many the host, its clock and its signals are ahead
+        of the device."""
         end = torch.cuda.Event(blocking=True)  # a core that waits is free for others
         end.record()
         self._under_way.append(end)
@@ -310,8 +310,8 @@ class Trainer:
             self._left = 0
 
     def fits(self, glance: Callable[[], None]) -> bool:
-        """Whether every process has the memory for a step, beside it for what a save copies, and
-        for `glance`, which is a part of an evaluation. Afterwards nothing of it is left."""
+        """Whether every process has the memory for a step, for the copies of a save beside it, and
+        for `glance`, a part of an evaluation. Leaves nothing behind."""
         ran_out = False
         try:
             # Nothing is sent: a process that runs out of memory must not keep the others waiting.
@@ -321,10 +321,10 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             ran_out = True
-        # Only here is the error gone, which held on to every tensor of the step.
+        # Outside the except block: inside, the error still holds every tensor of the step.
         failed = self.runtime.any(ran_out)
         if failed:
-            self._compile()  # what there is was for this size alone
+            self._compile()  # drop the code compiled for this size
         gc.collect()
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()
