@@ -57,7 +57,7 @@ def demo(out: Path, *, inputs: Sequence[str] = (), minutes: float | None = None)
     text = find_text(inputs)
     # In the same minutes the demo's text teaches more with Muon than with Adam (docs/log.md).
     muon = {"kind": "muon", "muon_rate": 3e-3}
-    config = change(tiny(), run={"minutes": minutes or MINUTES}, optim=muon)
+    config = change(tiny(), run={"minutes": MINUTES if minutes is None else minutes}, optim=muon)
 
     console.rule("1  text, tokenizer, corpus")
     console.print(text.source)

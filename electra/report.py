@@ -110,6 +110,9 @@ def report_sections(sections: Sequence[Section], out: Path | None = None) -> str
 def read_sections(runs: Sequence[Path]) -> list[Section]:
     """The runs by sort: pre-training, fine-tuning, and each study."""
     paths = list(dict.fromkeys(map(Path, runs)))
+    if not paths:
+        fix = "give the --out directories of `electra pretrain`, `finetune`, `glue` or `ablate`"
+        raise ElectraError("No run is named.", where="RUN", fix=fix)
     names = [path.resolve().name for path in paths]
     pretrained: list[_Run] = []
     finetuned: list[_Run] = []

@@ -314,6 +314,18 @@ def test_numbers_of_which_nothing_can_be_made(
     assert "use a number above 0" in refused(capsys, *command.split())
 
 
+def test_no_minutes_are_not_the_default_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told = refused(capsys, "demo", "--minutes", "0", "--out", tmp_path / "demo")
+    assert "run.minutes" in told
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_report_of_nothing_is_no_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No run is named" in refused(capsys, "report")
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [("small", "13,549,057"), ("base", "109,483,009"), ("large", "335,142,913")],
