@@ -15,10 +15,11 @@ a file is an `ElectraError` that says what, where and what to do.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -28,7 +29,7 @@ from .corpus import Corpus
 from .corpus import prepare as prepare_corpus
 from .detect import Detection
 from .embed import Vectors
-from .errors import ElectraError, Stopped, StopRequest
+from .errors import ElectraError, Stopped, StopRequest, nearest
 from .files import shipped_model
 from .glue import answer_questions, answer_texts, finetune_task
 from .pretrain import pretrain
@@ -39,6 +40,9 @@ from .squad import Question
 from .tokenizer import Tokenizer, train_tokenizer
 
 Place = str | Path
+# Settings that are passed on, beside those that a call has as arguments.
+_PREPARING = ("builder", "short_percent", "held_out_percent", "seed", "cluster", "shard_bytes")
+_EMBEDDING = ("length", "batch_tokens", "threads")
 
 
 @contextlib.contextmanager
@@ -52,6 +56,28 @@ def _interruptible() -> Generator[None]:
 
 def _say(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else print
+
+
+def _texts(given: object, where: str) -> tuple[str, ...]:
+    """A text, or several of them, with nothing that has no tokens among them."""
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    texts = tuple(cast(Iterable[object], [given] if is_one else given))
+    for text in texts:
+        if not isinstance(text, str) or text != text.encode(errors="ignore").decode():
+            what = f"{text!r:.99} is no text of whole characters."
+            raise ElectraError(what, where=where, fix="give strings; fill or drop what is missing")
+    return cast(tuple[str, ...], texts)
+
+
+def _refuse_unknown(
+    settings: Iterable[str], known: Sequence[str], call: Callable[..., Any]
+) -> None:
+    """Before anything is done, and with the nearest name."""
+    names = [*inspect.signature(call).parameters, *known]
+    for name in settings:
+        if name not in known:
+            what = f"There is no setting {name!r}."
+            raise ElectraError(what, where=call.__name__, fix=nearest(name, names))
 
 
 def prepare(
@@ -75,6 +101,7 @@ def prepare(
     """
     inputs = [input] if isinstance(input, str | Path) else list(input)
     say = _say(quiet)
+    _refuse_unknown(settings, _PREPARING, prepare)
     with _interruptible(), StopRequest() as stop:
         if tokenizer is None:
             say(f"training a tokenizer of {vocab_size:,} entries")
@@ -184,17 +211,27 @@ class Model:
 
     def detect(self, text: str, *, alternatives: int = 3) -> Detection:
         """P(replaced) of each token, and what the generator would rather see."""
+        (text,) = _texts(text, "detect")
         return detect.detect(self.networks, text, alternatives=alternatives)
 
     def embed(
-        self, lines: Iterable[str], *, pooling: Literal["mean", "cls"] = "mean", **settings: Any
+        self,
+        lines: str | Iterable[str],
+        *,
+        pooling: Literal["mean", "cls"] = "mean",
+        **settings: Any,
     ) -> Vectors:
-        """(N, D): one vector for each line; settings as for `electra embed`."""
-        return embed.embed(hf.encoder_of(self.networks), lines, pooling=pooling, **settings)
+        """(N, D): one vector for each line, of which one may stand alone; settings as for `electra
+        embed`."""
+        _refuse_unknown(settings, _EMBEDDING, self.embed)
+        given = [lines] if isinstance(lines, str) else lines
+        checked = (line for one in given for line in _texts(one, "embed"))
+        return embed.embed(hf.encoder_of(self.networks), checked, pooling=pooling, **settings)
 
     @torch.inference_mode()
     def encode(self, text: str) -> Encoded:
         """The states of every token, for whatever they are good for."""
+        (text,) = _texts(text, "encode")
         network = self.networks.discriminator or self.networks.network("generator")
         tokenizer, longest = self.networks.needed_tokenizer(), network.config.max_positions
         if len(ids := tokenizer.encode(text)) > longest:
@@ -289,9 +326,9 @@ class Finetuned:
         """
         given = [texts] if isinstance(texts, str) else list(texts)
         if self.task.kind == "tagging":
-            rows = [tuple(t.split() if isinstance(t, str) else t) for t in given]
+            rows = [_texts(t.split() if isinstance(t, str) else t, "predict") for t in given]
         else:
-            rows = [tuple([t] if isinstance(t, str) else t) for t in given]
+            rows = [_texts(t, "predict") for t in given]
             if wrong := [row for row in rows if len(row) != len(self.task.texts)]:
                 what = f"The model reads {len(self.task.texts)} texts, given are {len(wrong[0])}."
                 raise ElectraError(what, where="predict", fix="give pairs: [(a, b), …]")

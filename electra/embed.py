@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -105,6 +105,9 @@ class Embedder:
         batch_tokens: int | None = None,
         threads: int | None = None,
     ) -> None:
+        if pooling not in get_args(Pooling):
+            what, fix = f"There is no pooling {pooling!r}.", f"use {' or '.join(get_args(Pooling))}"
+            raise ElectraError(what, where="pooling", fix=fix)
         loaded = model if isinstance(model, LoadedEncoder) else load_encoder(Path(model))
         longest = loaded.config.max_positions
         self.length = min(128, longest) if length is None else length

@@ -204,6 +204,8 @@ def answer_texts(
     batches: how they are computed, as for `predict`.
     """
     task = loaded.task
+    if not texts:
+        return []
     if task.kind == "tagging":
         features = encode_words(texts, [], loaded.tokenizer, loaded.length)
     else:
@@ -225,6 +227,8 @@ def answer_questions(
     loaded: FineTuned, questions: Sequence[squad.Question], device: torch.device, **batches: Any
 ) -> list[dict[str, Any]]:
     """The best span of each question's passage; questions have different ids."""
+    if not questions:
+        return []
     tokenizer, length = loaded.tokenizer, loaded.length
     features, windows = squad.windows(questions, tokenizer, length=length, training=False)
     scores = predict(loaded.model, features, device, **{"batch": 32, **batches})

@@ -223,6 +223,7 @@ def write_predictions(
 
 _DEV = dict.fromkeys(("dev", "val", "valid", "validation", "testa"), "dev")
 _SPLITS = {"train": "train", "test": "test", "testb": "test"} | _DEV
+_OWN_KINDS = ("classification", "regression", "tagging")
 _TABLES = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet")
 _WORDS = (".txt", ".conll", ".bio", ".iob", ".iob2")
 SUFFIXES = _TABLES + _WORDS  # of the files that can be read
@@ -245,9 +246,14 @@ def load(
     `data` is a file, or a directory with files called train, dev and test. Without a dev set a
     tenth of the training rows is held out.
     """
+    if kind not in (None, *_OWN_KINDS):
+        raise _bad(f"There is no kind {kind!r}.", "kind", f"use {', '.join(_OWN_KINDS)}")
     if name is None:
         files, own = _split_files(data, dev, test), data.name.split(".")[0]
         if kind == "tagging" or (kind is None and split_suffix(files["train"])[0] in _WORDS):
+            if texts or label:
+                what, fix = "Words and tags have no columns to name.", "leave out text and label"
+                raise _bad(what, "text, label", fix)
             return _load_words(files, own)
         return _load_table(files, own, tuple(texts), label or "label", kind)
     if texts or label or kind or dev or test:

@@ -1035,7 +1035,11 @@ def test_a_symmetric_product_is_the_product(S: int, K: int, tile: int, dtype: to
         assert got.data_ptr() == stack[1].data_ptr()
         exact = 0.5 * x.double() @ y.double() - 2.0 * z.double() + 3.0 * torch.eye(S, device=DEVICE)
         close(got, exact, dtype)
-        assert torch.equal(got, got.mT)
+        # Tiles of the diagonal are as symmetric as the product of a tile: a GPU's sums (i, j) and
+        # (j, i) in one order, NumPy's, which multiplies in the interpreter, on some processors.
+        place = torch.arange(S, device=DEVICE) // tile
+        mirrored = (place[:, None] != place) | (DEVICE == "cuda")
+        assert torch.equal(got * mirrored, got.mT * mirrored)
         assert not stack[0].any()
         assert not stack[4].any()
         close(kernels.symmetric(x, y, config=config), x.double() @ y.double(), dtype)

@@ -147,6 +147,51 @@ def test_a_misspelt_setting_is_told_with_the_nearest_name(made: Made, tmp_path: 
         made.model.finetune(made.here / "mine.csv", tmp_path / "t", **{**TUNE, "epoch": 3})
 
 
+def test_a_misspelt_argument_is_told_before_anything_is_done(
+    made: Made, text: Path, tmp_path: Path
+) -> None:
+    calls = {
+        "length": lambda: electra.prepare(text, tmp_path / "c", sequence_length=32),
+        "held_out_percent": lambda: electra.prepare(text, tmp_path / "c", heldout_percent=1),
+        "threads": lambda: made.model.embed(["a"], thread=1),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ElectraError) as caught:
+            call()
+        assert caught.value.fix == f"did you mean {name!r}?"
+    assert not (tmp_path / "c").exists()
+
+
+def test_words_for_a_choice_are_one_of_them(made: Made, tmp_path: Path) -> None:
+    """Not what the last branch of an if happens to do."""
+    unknown: Any = "none of them"
+    for call in (
+        lambda: made.model.embed(["a"], pooling=unknown),
+        lambda: made.model.finetune(made.here / "mine.csv", tmp_path / "r", kind=unknown),
+        lambda: electra.train("tiny", made.corpus, tmp_path / "r", profile=unknown),
+    ):
+        with pytest.raises(ElectraError, match="'none of them'"):
+            call()
+
+
+def test_one_line_is_one_vector_and_no_texts_are_no_answers(made: Made) -> None:
+    assert np.array_equal(made.model.embed("one bird"), made.model.embed(["one bird"]))
+    assert made.tuned.predict([]) == []
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan"), 3, "\ud800", b"a"])
+def test_what_is_no_text_is_refused(made: Made, nothing: Any) -> None:
+    """A column with gaps, above all."""
+    for call in (
+        lambda: made.model.detect(nothing),
+        lambda: made.model.encode(nothing),
+        lambda: made.model.embed(["one bird", nothing]),
+        lambda: made.tuned.predict(["one bird", nothing]),
+    ):
+        with pytest.raises(ElectraError, match="is no text of whole characters"):
+            call()
+
+
 def test_training_can_start_from_a_model(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

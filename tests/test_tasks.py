@@ -442,6 +442,12 @@ def test_columns_that_are_no_texts_and_a_label(
     fails(lambda: load(None, path, texts=texts, label=label), "not one or two texts", "label")
 
 
+def test_words_and_tags_have_no_names(tmp_path: Path, write: Write) -> None:
+    """What would have been ignored."""
+    write("train.conll", "one O\n")
+    fails(lambda: load(None, tmp_path, texts=["tokens"]), "no columns to name", "text, label")
+
+
 @pytest.mark.parametrize("label", [["a"], {"a": 1}])
 def test_a_label_of_several_values(tmp_path: Path, label: Any) -> None:
     path = table(".jsonl", [{"text": "t", "label": label}] * 60, tmp_path / "a")
