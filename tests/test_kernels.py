@@ -1038,7 +1038,7 @@ def test_a_symmetric_product_is_the_product(S: int, K: int, tile: int, dtype: to
         # Tiles of the diagonal are as symmetric as the product of a tile: a GPU's sums (i, j) and
         # (j, i) in one order, NumPy's, which multiplies in the interpreter, on some processors.
         place = torch.arange(S, device=DEVICE) // tile
-        mirrored = (place[:, None] != place) | (DEVICE == "cuda")
+        mirrored = (place[:, None] != place) | CUDA
         assert torch.equal(got * mirrored, got.mT * mirrored)
         assert not stack[0].any()
         assert not stack[4].any()
