@@ -55,6 +55,17 @@ class StepRng(NamedTuple):
         words = philox(counter, (self.seed & _WORD, int(purpose)))
         return torch.stack(words, dim=-1).flatten(1)[:, :columns]
 
+    def keys(self, site: int, sites: int) -> Tensor:
+        """(sites, B) int32: of every row its key for dropout at `site` and those behind it.
+
+        `bits(DROPOUT + site, 1)` for all at once: one Philox to compile instead of one for each.
+        """
+        row = self.rows.expand(sites, -1)
+        purpose = torch.arange(sites, device=row.device)[:, None] + (Purpose.DROPOUT + site)
+        step_low, step_high = (word.expand_as(row) for word in (self.step & _WORD, self.step >> 32))
+        counter = (row, torch.zeros_like(row), step_low, step_high & _WORD)
+        return philox(counter, (self.seed & _WORD, purpose.expand_as(row)))[0].int()
+
     def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
         """x with each element zeroed with probability p and the rest scaled by 1 / (1 − p).
 
@@ -112,7 +123,7 @@ class SeededDropout:
 
 
 def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int]
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int | Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10 of a counter of four 32-bit words (int64 tensors) under a two-word key."""
     c0, c1, c2, c3 = counter

@@ -164,6 +164,20 @@ def test_a_row_is_dropped_the_same_however_the_batch_is_split() -> None:
     assert torch.equal(whole[3:], dropped(x[3:], [3, 4]))
 
 
+@pytest.mark.parametrize("step", [0, 9, (3 << 32) + 11, 1 << 62])
+def test_keys_of_several_sites_are_those_of_each(step: int) -> None:
+    """And of a part of the batch those of the batch."""
+    rng = draws(seed=2**40 + 5, step=step, rows=[5, 0, 2, 10**6, 3])
+    keys = rng.keys(7, 4)
+    assert keys.shape == (4, 5)
+    assert keys.dtype == torch.int32
+    for site, row in enumerate(keys, start=7):
+        assert torch.equal(row, rng.bits(Purpose.DROPOUT + site, 1)[:, 0].int())
+    parts = [rng._replace(rows=rng.rows[rows]).keys(7, 4) for rows in (slice(2), slice(2, 5))]
+    assert torch.equal(torch.cat(parts, 1), keys)
+    assert keys.unique().numel() == keys.numel()
+
+
 def test_rows_sites_and_steps_drop_other_elements() -> None:
     x = torch.ones(2, 31, 41)
     here = dropped(x, [0, 1], 0.5)
@@ -192,13 +206,13 @@ def test_what_is_compiled_draws_the_same(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
 
-    def both(step: Tensor, rows: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def all_of(step: Tensor, rows: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         rng = StepRng(7, step, rows)
-        return rng.bits(Purpose.SAMPLE, 37), rng.dropout(x, 0.3, 5) == 0
+        return rng.bits(Purpose.SAMPLE, 37), rng.dropout(x, 0.3, 5) == 0, rng.keys(5, 3)
 
-    compiled = torch.compile(both, fullgraph=True, dynamic=False)
+    compiled = torch.compile(all_of, fullgraph=True, dynamic=False)
     rows, x = torch.arange(9), torch.randn(9, 33, 17)
     for step in (0, 1, 3, 2**33):
-        expected = both(torch.tensor(step), rows, x)
+        expected = all_of(torch.tensor(step), rows, x)
         given = (torch.tensor(step, device=device), rows.to(device), x.to(device))
         assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, compiled(*given), strict=True))
