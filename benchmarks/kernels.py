@@ -3,6 +3,7 @@
     python benchmarks/kernels.py [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone
     python benchmarks/kernels.py --compile [--only NAME ...]      without a GPU: registers, spills
+    python benchmarks/kernels.py --dropout [...]                  those with dropout and without
 
 Each entry is first compared with plain PyTorch in float32, then timed against plain PyTorch, eager
 and compiled, in bfloat16: 20 calls in a CUDA graph, the median of five replays. An entry is a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import statistics
@@ -36,6 +38,7 @@ from torch import Tensor
 
 from electra import fused, kernels, optim
 from electra.corruption import sample
+from electra.randomness import StepRng
 
 CALLS, REPLAYS = 20, 5
 FLOPS, BYTES = 790e12, 4.3e12  # a second
@@ -61,24 +64,43 @@ class Entry(NamedTuple):
     compiled: bool = True  # time plain PyTorch compiled, too
 
 
+# Dropout: with a rate, and without
+
+
+def dropout(
+    B: int, rate: float, like: Like
+) -> tuple[list[kernels.Dropout | None], Callable[[Tensor, int], Tensor]]:
+    """Of B sequences at three sites, for our kernels and for plain PyTorch: the same bits."""
+    device = like["device"]
+    rng = StepRng(0, torch.ones((), dtype=torch.int64, device=device), torch.arange(B).to(device))
+
+    def plain(x: Tensor, site: int) -> Tensor:
+        return rng.dropout(x.view(B, -1), rate, site).view_as(x) if rate else x
+
+    return [kernels.Dropout(keys, rate) if rate else None for keys in rng.keys(0, 3)], plain
+
+
 # Layer norm and GELU: N rows, D hidden, F feed-forward
 
 
-def add_norm(N: int, D: int, like: Like) -> Case:
+def add_norm(N: int, D: int, like: Like, *, rate: float = 0.0) -> Case:
+    (drop, *_), dropped = dropout(N // math.gcd(N, 128), rate, like)
+
     def plain(x: Tensor, a: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        s = x + a
+        s = x + dropped(a, 0)
         y, mean, rstd = torch.native_layer_norm(s.float(), (D,), gamma, beta, 1e-6)
         return y.to(x.dtype), s, mean[:, 0], rstd[:, 0]
 
     def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return kernels.add_norm(*inputs, 1e-6, config=config)
+        return kernels.add_norm(*inputs, 1e-6, config=config, drop=drop)
 
     x, a = torch.randn(2, N, D, **like)
     gamma, beta = torch.randn(2, D, device=x.device)
     return Case((x, a, gamma, beta), ours, plain, 4 * x.nbytes)
 
 
-def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False) -> Case:
+def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False, rate: float = 0.0) -> Case:
+    (drop, *_), dropped = dropout(N // math.gcd(N, 128), rate, like)
     (s, dy, gamma, beta), *_ = add_norm(N, D, like)
     s32 = s.float()
     mean = s32.mean(1)
@@ -93,30 +115,32 @@ def add_norm_backward(N: int, D: int, like: Like, *, two: bool = False) -> Case:
         ds, dgamma, dbeta = torch.ops.aten.native_layer_norm_backward(
             dy.float(), s.float(), (D,), mean[:, None], rstd[:, None], gamma, beta, [True] * 3
         )
-        return ds.to(s.dtype), dgamma, dbeta, ds.sum(0)
+        da = dropped(ds, 0)
+        return ds.to(s.dtype), da.to(s.dtype), dgamma, dbeta, da.sum(0)
 
     def ours(*inputs: Tensor | None, config: Config) -> tuple[Tensor, ...]:
-        ds, sums = kernels.add_norm_backward(*inputs, config)
-        return ds, *kernels.column_sums([sums])[0].view(3, D)
+        ds, da, sums = kernels.add_norm_backward(*inputs, config, drop=drop)
+        return ds, da, *kernels.column_sums([sums])[0].view(3, D)
 
     inputs = (dy, dy2, s, mean, rstd, gamma)
-    return Case(inputs, ours, plain, (4 if two else 3) * s.nbytes)
+    return Case(inputs, ours, plain, (3 + two + (rate > 0)) * s.nbytes)
 
 
-def product_add_norm(N: int, D: int, like: Like, *, times: int) -> Case:
+def product_add_norm(N: int, D: int, like: Like, *, times: int, rate: float = 0.0) -> Case:
     """From `times` D columns; beside it cuBLAS and `add_norm`, which the product takes."""
+    (drop, *_), dropped = dropout(N // math.gcd(N, 128), rate, like)
 
     def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
         x, w, b, h, gamma, beta = inputs
-        s = h + F.linear(x, w, b)
+        s = h + dropped(F.linear(x, w, b), 0)
         y, mean, rstd = torch.native_layer_norm(s.float(), (D,), gamma, beta, 1e-6)
         return y.to(x.dtype), s, mean[:, 0], rstd[:, 0]
 
     def ours(*inputs: Tensor, config: Config) -> tuple[Tensor, ...]:
         x, w, b, h, gamma, beta = inputs
         if not config:
-            return kernels.add_norm(h, torch.addmm(b, x, w.t()), gamma, beta, 1e-6)
-        return kernels.product_add_norm(*inputs, 1e-6, config=config)
+            return kernels.add_norm(h, torch.addmm(b, x, w.t()), gamma, beta, 1e-6, drop=drop)
+        return kernels.product_add_norm(*inputs, 1e-6, config=config, drop=drop)
 
     x, h = torch.randn(N, times * D, **like), torch.randn(N, D, **like)
     w, b = torch.randn(D, times * D, **like) / (times * D) ** 0.5, torch.randn(D, **like)
@@ -203,14 +227,28 @@ def column_sums(P: int, C: int, like: Like) -> Case:
 # Attention: B, T, H, K; every fourth sequence is padded
 
 
-def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rate: float, dropped: Any
+) -> Tensor:
+    """(B, H, T, K) each; mask: (B, T); written out where something is dropped."""
+    seen = mask[:, None, None]
+    if not rate:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    score = (q @ k.mT).float() / math.sqrt(q.shape[3])
+    p = dropped(score.masked_fill(~seen, -math.inf).softmax(-1), 2)
+    return p.to(v.dtype) @ v
+
+
+def attention(B: int, T: int, H: int, K: int, like: Like, *, rate: float = 0.0) -> Case:
+    (*_, drop), dropped = dropout(B, rate, like)
+
     def plain(qkv: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None])
+        o = plain_attention(q, k, v, mask, rate, dropped)
         return (o.transpose(1, 2).flatten(2),)
 
     def ours(qkv: Tensor, mask: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return (kernels.attention(qkv, mask, config),)
+        return (kernels.attention(qkv, mask, config, drop),)
 
     qkv = torch.randn(B, T, 3, H, K, **like)
     length = torch.where(torch.arange(B) % 4 == 1, torch.randint(1, T + 1, (B,)), T)
@@ -218,13 +256,11 @@ def attention(B: int, T: int, H: int, K: int, like: Like) -> Case:
     return Case((qkv, mask), ours, plain, 4 * B * T * H * K * qkv.itemsize)
 
 
-def backward(qkv: Tensor, mask: Tensor | None, do: Tensor, config: Config) -> tuple[Tensor, ...]:
-    dqkv, sums = kernels.attention_backward(qkv, mask, do, config)
-    return dqkv, kernels.column_sums([sums])[0]
-
-
-def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
-    forward = attention(B, T, H, K, like)
+def attention_and_backward(
+    B: int, T: int, H: int, K: int, like: Like, *, rate: float = 0.0
+) -> Case:
+    forward = attention(B, T, H, K, like, rate=rate)
+    (*_, drop), _ = dropout(B, rate, like)
 
     def plain(qkv: Tensor, mask: Tensor, do: Tensor) -> tuple[Tensor, ...]:
         qkv = qkv.detach().requires_grad_()
@@ -233,43 +269,54 @@ def attention_and_backward(B: int, T: int, H: int, K: int, like: Like) -> Case:
         return o, dqkv, dqkv.sum((0, 1), dtype=torch.float32).flatten()
 
     def ours(qkv: Tensor, mask: Tensor, do: Tensor, config: Config) -> tuple[Tensor, ...]:
-        return kernels.attention(qkv, mask), *backward(qkv, mask, do, config)
+        o = kernels.attention(qkv, mask, drop=drop)
+        dqkv, sums = kernels.attention_backward(qkv, mask, do, config, drop)
+        return o, dqkv, kernels.column_sums([sums])[0]
 
     do = torch.randn(B, T, H * K, **like)
     return Case((*forward.inputs, do), ours, plain, forward.moved + 7 * do.numel() * do.itemsize)
 
 
-def attention_backward(B: int, T: int, H: int, K: int, like: Like, *, padded: bool = True) -> Case:
+def attention_backward(
+    B: int, T: int, H: int, K: int, like: Like, *, padded: bool = True, rate: float = 0.0
+) -> Case:
     """Not padded: no mask, as in training on full sequences."""
-    whole = attention_and_backward(B, T, H, K, like)
+    whole = attention_and_backward(B, T, H, K, like, rate=rate)
     qkv, mask, do = whole.inputs
+    (*_, drop), _ = dropout(B, rate, like)
 
     def plain(qkv: Tensor, mask: Tensor | None, do: Tensor) -> tuple[Tensor, ...]:
         seen = torch.ones_like(qkv[:, :, 0, 0, 0], dtype=torch.bool) if mask is None else mask
         return whole.plain(qkv, seen, do)[1:]
 
-    return Case((qkv, mask if padded else None, do), backward, plain, 7 * do.nbytes)
+    def ours(qkv: Tensor, mask: Tensor | None, do: Tensor, config: Config) -> tuple[Tensor, ...]:
+        dqkv, sums = kernels.attention_backward(qkv, mask, do, config, drop)
+        return dqkv, kernels.column_sums([sums])[0]
+
+    return Case((qkv, mask if padded else None, do), ours, plain, 7 * do.nbytes)
 
 
 # A whole layer: B sequences of T tokens, D hidden, one head, 4 D feed-forward
 
 
-def layer(B: int, T: int, D: int, like: Like) -> Case:
+def layer(B: int, T: int, D: int, like: Like, *, rate: float = 0.0) -> Case:
     """Forward. An empty config is the product's block of products and kernels."""
+    drops, dropped = dropout(B, rate, like)
 
     def plain(x: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2 = weights
         q, k, v = F.linear(x, wqkv, bqkv).view(B, T, 3, D).unbind(2)
-        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
-        s = x + F.linear(a, wo, bo)
+        q, k, v = (t[:, None] for t in (q, k, v))
+        a = plain_attention(q, k, v, mask, rate, dropped)[:, 0]
+        s = x + dropped(F.linear(a, wo, bo), 0)
         h = F.layer_norm(s.float(), (D,), g1, c1, 1e-6).to(x.dtype)
-        f = F.linear(F.gelu(F.linear(h, w1, b1)), w2, b2)
+        f = dropped(F.linear(F.gelu(F.linear(h, w1, b1)), w2, b2), 1)
         return (F.layer_norm((h + f).float(), (D,), g2, c2, 1e-6).to(x.dtype),)
 
     def ours(x: Tensor, mask: Tensor, *weights: Tensor, config: Config) -> tuple[Tensor, ...]:
         if not config:
-            return (fused.block(x, mask, list(weights), 1, 1e-6, True)[0],)
-        return (kernels.layer(x, mask, list(weights), 1e-6, config)[0],)
+            return (fused.block(x, mask, list(weights), *draws(drops), 1, 1e-6, True)[0],)
+        return (kernels.layer(x, mask, list(weights), 1e-6, config, drops)[0],)
 
     x = torch.randn(B, T, D, **like)
     (_, mask), *_ = attention(B, T, 1, 16, like)
@@ -279,13 +326,20 @@ def layer(B: int, T: int, D: int, like: Like) -> Case:
     return Case((x, mask, *weights, *norms), ours, plain, 5 * x.nbytes)
 
 
-def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
-    forward = layer(B, T, D, like)
+def draws(drops: list[kernels.Dropout | None]) -> tuple[Tensor | None, list[float]]:
+    """As the operators take them."""
+    keys = [drop.keys for drop in drops if drop]
+    return torch.stack(keys) if keys else None, [drop.rate if drop else 0.0 for drop in drops]
+
+
+def layer_backward(B: int, T: int, D: int, like: Like, *, rate: float = 0.0) -> Case:
+    forward = layer(B, T, D, like, rate=rate)
+    drops, _ = dropout(B, rate, like)
     x, mask, *weights = forward.inputs
     dy = torch.randn_like(x)
     kept: dict[bool, list[Tensor]] = {
-        True: list(fused.block(x, mask, weights, 1, 1e-6, True)[1:]),
-        False: list(kernels.layer(x, mask, weights, 1e-6)[1:]),
+        True: list(fused.block(x, mask, weights, *draws(drops), 1, 1e-6, True)[1:]),
+        False: list(kernels.layer(x, mask, weights, 1e-6, drops=drops)[1:]),
     }
 
     def plain(dy: Tensor, x: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -298,9 +352,11 @@ def layer_backward(B: int, T: int, D: int, like: Like) -> Case:
         dy: Tensor, x: Tensor, mask: Tensor, *weights: Tensor, config: Config
     ) -> tuple[Tensor, ...]:
         if not config:
-            out = fused.block_backward(dy, x, mask, list(weights), kept[True], 1)
+            out = fused.block_backward(dy, x, mask, list(weights), kept[True], *draws(drops), 1)
             return out[:5]
-        dx, sums, _ = kernels.layer_backward(dy, x, mask, list(weights), kept[False], 1e-6, config)
+        dx, sums, _ = kernels.layer_backward(
+            dy, x, mask, list(weights), kept[False], 1e-6, config, drops
+        )
         parts = sums.split([w.numel() for w in weights])
         return dx, *(g.view_as(w) for g, w in zip(parts[:8:2], weights[:8:2], strict=True))
 
@@ -654,6 +710,20 @@ ENTRIES = {
     ),
 }
 
+RATE = 0.1
+# The product's way alone, and where a row fits no tile.
+DROPPING = {
+    f"{name}, dropout": entry._replace(
+        make=partial(entry.make, rate=RATE),
+        sizes=entry.sizes[:2],
+        small=(12, 48) if len(entry.small) == 2 else entry.small,
+        configs=entry.configs[: 1 if entry.configs[0] else 2],
+    )
+    for name, entry in ENTRIES.items()
+    if re.match("add_norm|attention|product and add_norm|layer", name)
+}
+ENTRIES |= DROPPING
+
 
 # The products of a block
 
@@ -912,6 +982,13 @@ def compile_for_h200(name: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check and time the kernels.")
     names = [*ENTRIES, "products"]
+    parser.add_argument(
+        "--dropout",
+        dest="only",
+        action="store_const",
+        const=[n for name in DROPPING for n in (name.removesuffix(", dropout"), name)],
+        help="only what can drop, with and without",
+    )
     parser.add_argument("--small", action="store_true", help="tiny sizes, values only")
     parser.add_argument("--only", nargs="*", default=names, choices=names)
     parser.add_argument("--compile", action="store_true", help="for an H200, without one")

@@ -76,9 +76,14 @@ class Encoder(nn.Module):
             if mask.dtype != torch.bool and not ours:
                 mask = mask[:, :, None] == mask[:, None]
             mask = mask[:, None] if mask.dim() == 3 else mask[:, None, None]
-        for block in self.blocks[:-1]:
-            h = block(h, mask, rng)
-        return self.blocks[-1](h, mask, rng, 1 if only_first else None)
+        c = self.config
+        keys: list[Tensor | None] = [None] * c.layers
+        if self.blocks[0].fused and isinstance(rng, StepRng) and (c.dropout or c.attention_dropout):
+            # All at once: one Philox to compile, not one for each block.
+            keys = [*rng.keys(self.site + 1, 3 * c.layers).view(c.layers, 3, -1)]
+        for i, block in enumerate(self.blocks[:-1]):
+            h = block(h, mask, rng, keys=keys[i])
+        return self.blocks[-1](h, mask, rng, 1 if only_first else None, keys[-1])
 
 
 def _lookup(rows: int, size: int) -> nn.Embedding:
@@ -146,18 +151,29 @@ class Block(nn.Module):
         self.ffn_norm = LayerNorm(D, config.layer_norm_eps)
 
     def forward(
-        self, h: Tensor, mask: Tensor | None, rng: Rng | None, only: int | None = None
+        self,
+        h: Tensor,
+        mask: Tensor | None,
+        rng: Rng | None,
+        only: int | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
-        """(B, T, D), or the first `only` of the T states; mask: (B, 1, 1 or T, T), as Encoder's."""
+        """(B, T, D), or the first `only` of the T states; mask: (B, 1, 1 or T, T), as Encoder's.
+
+        keys: (3, B) of `rng` for the three sites of dropout, where own kernels draw them.
+        """
         c = self.config
         alike = mask is None or mask.shape[2] == 1  # what one query sees, all do
         if self.fused and only is None and alike and fused.takes(h, mask):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
+            rates = [c.dropout, c.dropout, c.attention_dropout]
+            assert keys is not None or rng is None or not any(rates), "dropout without its keys"
+            same = h, mask, self.tensors(), keys, rates
             if fused.stays_on_chip(h, c):
-                return fused.layer(h, mask, self.tensors(), c.layer_norm_eps)[0]
+                return fused.layer(*same, c.layer_norm_eps)[0]
             kept = fused.kept_layers(c, h.shape[0] * h.shape[1])
-            keep, H = self.layer >= c.layers - kept, c.attention_heads
-            return fused.block(h, mask, self.tensors(), H, c.layer_norm_eps, keep)[0]
+            keep = self.layer >= c.layers - kept
+            return fused.block(*same, c.attention_heads, c.layer_norm_eps, keep)[0]
         a = self.out(self.attend(h, mask, rng, only))  # (B, T, D)
         h = self.attention_norm(h[:, :only] + dropout(a, c.dropout, rng, self.site))
         f = self.down(F.gelu(self.up(h)))  # (B, T, F) inside

@@ -1,17 +1,19 @@
 """An encoder block as two operators, forward and backward, for NVIDIA GPUs.
 
-Comes in: the hidden states and the tensors of a `Block`. Goes out: what `Block.forward` computes
-without dropout, and its gradients. What is between matrix products is a kernel of `kernels`, and so
-are products whose rows fit a tile with what is done to them; the others are cuBLAS's:
+Comes in: the hidden states, the tensors of a `Block` and the keys of its dropout. Goes out: what
+`Block.forward` computes, and its gradients. What is between matrix products is a kernel of
+`kernels`, and so are products whose rows fit a tile with what is done to them; the others are
+cuBLAS's:
 
     qkv = x Wᵀ + b │ o = attention(qkv) │ a = o Wᵀ + b │ s = x + a, h = LN(s)
     pre = h Wᵀ + b, act = gelu(pre)     │ f = act Wᵀ + b │ s' = h + f, y = LN(s')
 
 The backward pass keeps qkv, o, s, pre and s' of it; the attention probabilities are computed again,
-and so are h and act where they would take too much memory (`KEPT`). Attention over more than
-`LONGEST` tokens is torch's own; only the rest is ours then. To the compiler both are one opaque
-call each, so that 24 blocks take no longer to compile than one. `Block` itself is the definition:
-tests hold this file against it.
+and so are h and act where they would take too much memory (`KEPT`). What dropout leaves of the
+probabilities, a and f is drawn again. Attention over more than `LONGEST` tokens is torch's own,
+without dropout; only the rest is ours then. To the compiler both are one opaque call each, so that
+24 blocks take no longer to compile than one. `Block` itself is the definition: tests hold this file
+against it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from . import kernels
 from .config import EncoderConfig, PretrainConfig
 
 LONGEST = 128  # tokens: the attention of one head fits on one multiprocessor
+
+DROPOUT = False  # whether recipes with dropout fit: not until it was timed on a GPU
 
 # Bytes of h and act that a network keeps for the backward pass. With batch 128 all layers of
 # `small` do, in 0.5 GiB. With batch 1,024 that would be 3.7 GiB, and 13.1 in all: 8 of 12 do, which
@@ -50,7 +54,12 @@ def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | 
             return f"feed-forward parts of {e.ffn_size}"
     if dtype != torch.bfloat16:
         return f"{dtype} instead of bfloat16"
-    return "dropout" if config.encoder.dropout or config.encoder.attention_dropout else None
+    p, p_attention = config.encoder.dropout, config.encoder.attention_dropout
+    if (p or p_attention) and not DROPOUT:
+        return "dropout"
+    if p_attention and config.data.sequence_length > LONGEST:
+        return f"attention dropout in sequences longer than {LONGEST} tokens"
+    return None
 
 
 def takes(x: Tensor, mask: Tensor | None) -> bool:
@@ -67,11 +76,26 @@ def kept_layers(config: EncoderConfig, tokens: int) -> int:
 # All twelve tensors of a block, in this order, are `weights`:
 #   qkv.weight, qkv.bias, out.weight, out.bias, up.weight, up.bias, down.weight, down.bias in the
 #   working type, then the gains and biases of both layer norms in float32: attention, feed-forward.
+# `keys` (3, B) of `StepRng.keys` and `rates` are those of dropout of a, f and the probabilities; no
+#   keys in evaluation.
+
+
+def _drops(keys: Tensor | None, rates: list[float]) -> kernels.Drops:
+    if keys is None:
+        return kernels.NOTHING
+    return [kernels.Dropout(*drop) if drop[1] else None for drop in zip(keys, rates, strict=True)]
 
 
 @torch.library.custom_op("electra::block", mutates_args=())
 def block(
-    x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float, keep: bool
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    keys: Tensor | None,
+    rates: list[float],
+    heads: int,
+    eps: float,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (B, T, D), and for the backward pass qkv, o, log Σ exp of the scores (B, H, T), s, h, pre,
     act, s' and statistics (4, B T).
@@ -82,27 +106,39 @@ def block(
     B, T, D = x.shape
     x = x.reshape(B * T, D)
     statistics = g1.new_empty(4, B * T)
+    drop_a, drop_f, drop_p = _drops(keys, rates)
     qkv = torch.addmm(bqkv, x, wqkv.t())
-    o, lse = _attention(qkv.view(B, T, 3, heads, D // heads), mask)
+    o, lse = _attention(qkv.view(B, T, 3, heads, D // heads), mask, drop_p)
     o = o.view(B * T, D)
-    h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2])
+    h, s1 = _add_norm(x, o, wo, bo, g1, c1, eps, statistics[:2], drop_a)
     if _fits_tile(h):
         pre, act = kernels.product_gelu(h, w1, b1)
     else:
         pre = torch.addmm(b1, h, w1.t())
         act = kernels.gelu(pre)
-    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:])
+    y, s2 = _add_norm(h, act, w2, b2, g2, c2, eps, statistics[2:], drop_f)
     h, act = (h, act) if keep else (x.new_empty(0), x.new_empty(0))
     return y.view(B, T, D), qkv, o, lse, s1, h, pre, act, s2, statistics
 
 
 def _add_norm(
-    h: Tensor, x: Tensor, w: Tensor, b: Tensor, g: Tensor, c: Tensor, eps: float, statistics: Tensor
+    h: Tensor,
+    x: Tensor,
+    w: Tensor,
+    b: Tensor,
+    g: Tensor,
+    c: Tensor,
+    eps: float,
+    statistics: Tensor,
+    drop: kernels.Dropout | None,
 ) -> tuple[Tensor, Tensor]:
-    """LN(s) and s = h + x wᵀ + b."""
+    """LN(s) and s = h + x wᵀ + b, after dropout of the product."""
     if _fits_tile(h):
-        return kernels.product_add_norm(x, w, b, h, g, c, eps, statistics=statistics)[:2]
-    return kernels.add_norm(h, torch.addmm(b, x, w.t()), g, c, eps, statistics=statistics)[:2]
+        y, s, *_ = kernels.product_add_norm(x, w, b, h, g, c, eps, statistics=statistics, drop=drop)
+    else:
+        a = torch.addmm(b, x, w.t())
+        y, s, *_ = kernels.add_norm(h, a, g, c, eps, statistics=statistics, drop=drop)
+    return y, s
 
 
 def _fits_tile(h: Tensor) -> bool:
@@ -110,12 +146,15 @@ def _fits_tile(h: Tensor) -> bool:
     return h.shape[1] <= 256 and h.dtype != torch.float32
 
 
-def _attention(qkv: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attention(
+    qkv: Tensor, mask: Tensor | None, drop: kernels.Dropout | None = None
+) -> tuple[Tensor, Tensor]:
     """o (B, T, H K) and log Σ exp of the scores (B, H, T), empty where it is not kept."""
     B, T, _, H, K = qkv.shape
     if T <= LONGEST:
-        return kernels.attention(qkv, mask), qkv.new_empty(0, dtype=torch.float32)
+        return kernels.attention(qkv, mask, drop=drop), qkv.new_empty(0, dtype=torch.float32)
     assert mask is None, "torch's attention knows no padding"
+    assert drop is None, "torch's attention has draws of its own"
     q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
     if _has_flash(qkv):
         o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)
@@ -129,12 +168,17 @@ def _attention(qkv: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _attention_backward(
-    qkv: Tensor, mask: Tensor | None, o: Tensor, lse: Tensor, do: Tensor
+    qkv: Tensor,
+    mask: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    drop: kernels.Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dqkv (B, T, 3, H, K) and partial sums of its columns, (rows, 3 H K). o, do: (B, T, H K)."""
     B, T, _, H, K = qkv.shape
     if T <= LONGEST:
-        return kernels.attention_backward(qkv, mask, do)
+        return kernels.attention_backward(qkv, mask, do, drop=drop)
     q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, K) each
     o, do = (t.view(B, T, H, K).transpose(1, 2) for t in (o, do))
     if _has_flash(qkv):
@@ -156,10 +200,9 @@ def _has_flash(x: Tensor) -> bool:
 
 
 @block.register_fake
-def _(
-    x: Tensor, mask: Tensor | None, weights: list[Tensor], heads: int, eps: float, keep: bool
-) -> Any:
-    del mask, eps
+def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], *others: Any) -> Any:
+    del mask
+    *_, heads, _, keep = others
     B, T, D = x.shape
     wide, inner = x.new_empty(B * T, 3 * D), x.new_empty(B * T, weights[4].shape[0])
     one = [x.new_empty(B * T, D) for _ in range(4)]
@@ -176,6 +219,8 @@ def block_backward(
     mask: Tensor | None,
     weights: list[Tensor],
     kept: list[Tensor],
+    keys: Tensor | None,
+    rates: list[float],
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx, the gradients of the four matrices, and those of all vectors in one, in float32 and
@@ -185,24 +230,25 @@ def block_backward(
     mean1, rstd1, mean2, rstd2 = statistics
     B, T, D = x.shape
     x, dy = x.reshape(B * T, D), dy.reshape(B * T, D)
-    ds2, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2)
+    drop_a, drop_f, drop_p = _drops(keys, rates)
+    ds2, df, norm2 = kernels.add_norm_backward(dy, None, s2, mean2, rstd2, g2, drop=drop_f)
     again = act.numel() == 0
-    if _fits_tile(ds2) and not again:  # with act to write as well its kernel would be slower
-        dpre, inner = kernels.product_gelu_backward(ds2, w2, pre)
+    if _fits_tile(df) and not again:  # with act to write as well its kernel would be slower
+        dpre, inner = kernels.product_gelu_backward(df, w2, pre)
     else:
-        dpre, act, inner = kernels.gelu_backward(pre, ds2 @ w2, act=None if again else act)
-    dw2 = ds2.t() @ act
-    del act  # the largest there are: gone before attention's gradients come
+        dpre, act, inner = kernels.gelu_backward(pre, df @ w2, act=None if again else act)
+    dw2 = df.t() @ act
+    del act, df  # act is the largest there is: gone before attention's gradients come
     h = torch.empty_like(s1) if again else h
-    ds1, norm1 = kernels.add_norm_backward(
-        dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None
+    ds1, da, norm1 = kernels.add_norm_backward(
+        dpre @ w1, ds2, s1, mean1, rstd1, g1, again=(c1, h) if again else None, drop=drop_a
     )
     dw1 = dpre.t() @ h
     del dpre
-    dwo = ds1.t() @ o
+    dwo = da.t() @ o
     packed = qkv.view(B, T, 3, heads, D // heads)
-    do = (ds1 @ wo).view(B, T, D)
-    dqkv, projected = _attention_backward(packed, mask, o.view(B, T, D), lse, do)
+    do = (da @ wo).view(B, T, D)
+    dqkv, projected = _attention_backward(packed, mask, o.view(B, T, D), lse, do, drop_p)
     dqkv = dqkv.view(B * T, 3 * D)
     dwqkv = dqkv.t() @ x
     dx = ds1.addmm_(dqkv, wqkv).view(B, T, D)
@@ -210,37 +256,32 @@ def block_backward(
 
 
 @block_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    weights: list[Tensor],
-    kept: list[Tensor],
-    heads: int,
-) -> Any:
-    del mask, kept, heads
+def _(dy: Tensor, x: Tensor, mask: Tensor | None, weights: list[Tensor], *others: Any) -> Any:
+    del mask, others
     matrices = [torch.empty_like(w) for w in weights[:8:2]]
     sums = dy.new_empty(9 * x.shape[2] + len(weights[4]), dtype=torch.float32)
     return torch.empty_like(x), *matrices, sums, torch.empty_like(sums, dtype=dy.dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, mask, weights, heads, _, _ = inputs
-    ctx.heads, ctx.many = heads, len(weights)
+    x, mask, weights, keys, ctx.rates, ctx.heads, _, _ = inputs
+    ctx.many = len(weights)
     ctx.set_materialize_grads(False)  # only y is used by others
-    ctx.save_for_backward(x, mask, *weights, *output[1:])
+    ctx.save_for_backward(x, mask, keys, *weights, *output[1:])
 
 
 def _backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
     del others
-    x, mask, *rest = ctx.saved_tensors
+    x, mask, keys, *rest = ctx.saved_tensors
     weights, kept = rest[: ctx.many], rest[ctx.many :]
-    dx, wqkv, wo, w1, w2, sums, half = block_backward(dy, x, mask, weights, kept, ctx.heads)
+    dx, wqkv, wo, w1, w2, sums, half = block_backward(
+        dy, x, mask, weights, kept, keys, ctx.rates, ctx.heads
+    )
     D = x.shape[2]
     parts = (D, D, D, D, D, D, 3 * D, len(w1))
     g2, c2, _, g1, c1, _, _, _ = sums.split(parts)
     _, _, b2, _, _, bo, bqkv, b1 = half.split(parts)
-    return dx, None, [wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2], None, None, None
+    return dx, None, [wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2], *[None] * 5
 
 
 block.register_autograd(_backward, setup_context=_keep)
@@ -256,15 +297,20 @@ def stays_on_chip(x: Tensor, config: EncoderConfig) -> bool:
 
 @torch.library.custom_op("electra::layer", mutates_args=())
 def layer(
-    x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    keys: Tensor | None,
+    rates: list[float],
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (B, T, D), and for the backward pass o, s, s' and log Σ exp of the scores, (B, T)."""
-    return kernels.layer(x.contiguous(), mask, weights, eps)
+    return kernels.layer(x.contiguous(), mask, weights, eps, drops=_drops(keys, rates))
 
 
 @layer.register_fake
-def _(x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float) -> Any:
-    del mask, weights, eps
+def _(x: Tensor, *others: Any) -> Any:
+    del others
     return *(x.new_empty(x.shape) for _ in range(4)), x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
@@ -275,41 +321,37 @@ def layer_backward(
     mask: Tensor | None,
     weights: list[Tensor],
     kept: list[Tensor],
+    keys: Tensor | None,
+    rates: list[float],
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of all weights in one, in float32 and in the working type."""
-    return kernels.layer_backward(dy.contiguous(), x.contiguous(), mask, weights, kept, eps)
+    dy, x, drops = dy.contiguous(), x.contiguous(), _drops(keys, rates)
+    return kernels.layer_backward(dy, x, mask, weights, kept, eps, drops=drops)
 
 
 @layer_backward.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    mask: Tensor | None,
-    weights: list[Tensor],
-    kept: list[Tensor],
-    eps: float,
-) -> Any:
-    del mask, kept, eps
+def _(dy: Tensor, x: Tensor, mask: Tensor | None, weights: list[Tensor], *others: Any) -> Any:
+    del mask, others
     sums = dy.new_empty(sum(w.numel() for w in weights), dtype=torch.float32)
     return x.new_empty(x.shape), sums, torch.empty_like(sums, dtype=dy.dtype)
 
 
 def _keep_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, mask, weights, ctx.eps = inputs
+    x, mask, weights, keys, ctx.rates, ctx.eps = inputs
     ctx.many = len(weights)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, mask, *weights, *output[1:])
+    ctx.save_for_backward(x, mask, keys, *weights, *output[1:])
 
 
 def _layer_backward(ctx: Any, dy: Tensor, *others: Any) -> Any:
     del others
-    x, mask, *rest = ctx.saved_tensors
+    x, mask, keys, *rest = ctx.saved_tensors
     weights, kept = rest[: ctx.many], rest[ctx.many :]
-    dx, sums, half = layer_backward(dy, x, mask, weights, kept, ctx.eps)
+    dx, sums, half = layer_backward(dy, x, mask, weights, kept, keys, ctx.rates, ctx.eps)
     sizes = [w.numel() for w in weights]
     parts = [*half.split(sizes)[:8], *sums.split(sizes)[8:]]
-    return dx, None, [g.view_as(w) for g, w in zip(parts, weights, strict=True)], None
+    return dx, None, [g.view_as(w) for g, w in zip(parts, weights, strict=True)], *[None] * 3
 
 
 layer.register_autograd(_layer_backward, setup_context=_keep_layer)

@@ -16,7 +16,8 @@ is bitwise repeatable. Each function has a fixed `config`; benchmarks/kernels.py
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,11 +90,74 @@ def jit(kernel: Any) -> Any:
     return kernel if triton is None else triton.jit(kernel)
 
 
+# Dropout: drawn again on the way back, nothing is stored
+
+
+class Dropout(NamedTuple):
+    """Of each sequence's elements at one place, as `StepRng.dropout` counts and draws them."""
+
+    keys: Tensor  # (B,) int32, of `StepRng.keys`
+    rate: float
+
+
+Drops = Sequence[Dropout | None]  # attention's output, the feed-forward's, the probabilities
+NOTHING: Drops = (None, None, None)
+
+
+def _of_rows(drop: Dropout | None, rows: int) -> tuple[Tensor | None, Config]:
+    """What kernels take for it that see but rows: the keys; the rate, and the rows of a key."""
+    keys, rate = drop or (None, 0.0)
+    return keys, {"RATE": rate, "T": 1 if keys is None else rows // len(keys)}
+
+
+def _of_shares(drop: Dropout | None, T: int) -> tuple[Tensor | None, Config]:
+    """What those of attention take: the keys; the rate, and whether T is a power of two."""
+    keys, rate = drop or (None, 0.0)
+    return keys, {"RATE": rate, "POWER": keys is not None and T & (T - 1) == 0}
+
+
+@jit
+def _kept(key, row, column, WIDTH, POWER: tl.constexpr, RATE: tl.constexpr):
+    """(rows, columns) bool: whether dropout leaves elements row WIDTH + column of sequences with
+    these keys: whether 24 bits of `randomness._hash32`(element ^ key) are at least so many.
+
+    POWER: WIDTH is a power of two, so that the sum is one of bits, as is the hash's first step:
+    that of whole rows is taken with their keys. Its last one, word ^ (word >> 16), changes the
+    lower half, which decides where the upper one is that of `least`: this one's serves for all.
+    """
+    least: tl.constexpr = int(RATE * 2**24) * 2**8
+    number = column[None, :]
+    key += tl.zeros_like(row)
+    if POWER:
+        key ^= row * WIDTH
+    else:
+        number += (row * WIDTH)[:, None]
+        number ^= number >> 16
+    key = key.to(tl.uint32, bitcast=True)
+    word = (key ^ (key >> 16))[:, None] ^ number.to(tl.uint32)
+    word *= 0x7FEB352D
+    word = (word ^ (word >> 15)) * 0x846CA68B
+    return (word ^ (least >> 16)) >= least
+
+
+@jit
+def _drop(x, keys, first, N, T, D: tl.constexpr, RATE: tl.constexpr):
+    """x, float32, after dropout: the rows from `first` on of N with D columns; T have one key."""
+    if RATE > 0:
+        row = first.to(tl.int32) + tl.arange(0, x.shape[0])
+        key = tl.load(keys + row // T, row < N, 0)
+        kept = _kept(key, row % T, tl.arange(0, x.shape[1]), D, D & (D - 1) == 0, RATE)
+        x = tl.where(kept, x * (1.0 / (1.0 - RATE)), 0.0)
+    return x
+
+
 # Attention
 
 
-def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> Tensor:
-    """softmax(q kᵀ / √K) v over all heads, (B, T, H K).
+def attention(
+    qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION, drop: Dropout | None = None
+) -> Tensor:
+    """softmax(q kᵀ / √K) v over all heads, (B, T, H K); drop: of the probabilities.
 
     qkv: (B, T, 3, H, K), T ≤ MOST_TOKENS, K 16, 32 or 64. mask: (B, T) bool, true on tokens, or
     None when nothing is padded; int32: tokens see those of the same number, 0 or more. A query that
@@ -102,6 +166,7 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     B, T, _, H, K = qkv.shape
     o = torch.empty(B, T, H * K, dtype=qkv.dtype, device=qkv.device)
     shape, rows, tensors = _attention_way(qkv, mask, config, (qkv, o))
+    keys, dropping = _of_shares(drop, qkv.shape[1])
     wide = qkv.dtype == torch.float32  # operands of twice the size: 128 rows would not fit
     shape["ROWS"] = min(shape["TILE"], 32 if wide else config["ROWS"])
     if shape["ROWS"] < shape["TILE"]:
@@ -109,7 +174,7 @@ def attention(qkv: Tensor, mask: Tensor | None, config: Config = ATTENTION) -> T
     if shape["PACKED"]:  # whose numbers take the registers that the next sequence would need
         shape["STAGES"] = 1
     grid = (rows * H, triton.cdiv(T, shape["ROWS"]))
-    _attention[grid](*tensors, mask, B, T, LOG2_E / math.sqrt(K), **shape)
+    _attention[grid](*tensors, mask, keys, B, T, LOG2_E / math.sqrt(K), **shape, **dropping)
     return o
 
 
@@ -118,6 +183,7 @@ def attention_backward(
     mask: Tensor | None,
     do: Tensor,
     config: Config = ATTENTION_BACKWARD,
+    drop: Dropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `attention`: dqkv like qkv, and partial sums of its columns, (rows, 3 H K).
 
@@ -126,9 +192,14 @@ def attention_backward(
     """
     dqkv = torch.empty_like(qkv)
     shape, rows, tensors = _attention_way(qkv, mask, config, (qkv, do, dqkv))
+    keys, dropping = _of_shares(drop, qkv.shape[1])
+    if drop is not None:  # nobody reads do into registers early: in threes it would not fit
+        shape["STAGES"] = min(2, shape["STAGES"])
     B, T, _, H, K = qkv.shape
     partial = torch.empty(rows, 3 * H * K, dtype=torch.float32, device=qkv.device)
-    _attention_backward[(rows * H,)](*tensors, mask, partial, B, T, 1 / math.sqrt(K), **shape)
+    _attention_backward[(rows * H,)](
+        *tensors, mask, keys, partial, B, T, 1 / math.sqrt(K), **shape, **dropping
+    )
     return dqkv, partial
 
 
@@ -214,6 +285,25 @@ def _softmax(q, k, seen, scale, ALL: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @jit
+def _kept_shares(keys, b, h, query, key, T, POWER: tl.constexpr, RATE: tl.constexpr):
+    """(queries, keys) bool: which probabilities of head h of sequence b are not dropped."""
+    return _kept(tl.load(keys + b), h * T + query, key, T, POWER, RATE)
+
+
+@jit
+def _marked(p, keys, b, h, token, T, dtype: tl.constexpr, POWER: tl.constexpr, RATE: tl.constexpr):
+    """Probabilities p, of type dtype, dropped ones as their negative; and those after dropout, but
+    for a factor. They are a sum of rounded ones, so that no float32 waits for what comes later.
+    """
+    left = p.to(dtype)
+    scale: tl.constexpr = 0.5 / (1.0 - RATE) if RATE > 0 else 1.0
+    if RATE > 0:
+        p = tl.where(_kept_shares(keys, b, h, token, token, T, POWER, RATE), p, -p)
+        left += p.to(dtype)
+    return p.to(dtype), left, scale
+
+
+@jit
 def _widened(x):
     """float32. Of bfloat16 by hand: the compiler would widen early, and its registers overflow."""
     wide = x.to(tl.float32)
@@ -248,9 +338,9 @@ def _put_head(x, y, b, part, token, T, ROW: tl.constexpr, WHOLE: tl.constexpr):
 
 @jit
 def _attention(
-    qkv, o, mask, B, T, scale, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
+    qkv, o, mask, keys, B, T, scale, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, POWER: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     """One program: some rows of one head of several sequences."""
     h = tl.program_id(0) % H
@@ -265,17 +355,21 @@ def _attention(
         k = _head(qkv, b, H + h, key, T, K, 3 * H * K, WHOLE)
         v = _head(qkv, b, 2 * H + h, key, T, K, 3 * H * K, WHOLE)
         place = b.to(tl.int64)
-        keys = _keys_seen(mask, place, key, T, PACKED)
-        seen = _seen(keys, mask, place, query, key, T, PACKED)
+        tokens = _keys_seen(mask, place, key, T, PACKED)
+        seen = _seen(tokens, mask, place, query, key, T, PACKED)
         p, total, _ = _softmax(q, k, seen, scale, WHOLE and mask is None, PRECISION)
+        if RATE > 0:
+            kept = _kept_shares(keys, b, h, query, key, T, POWER, RATE)
+            p *= tl.where(kept, 1.0 / (1.0 - RATE), 0.0)  # as numbers: else bfloat16 is taken apart
         a = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
         _put_head(o, a.to(v.dtype), b, h, query, T, H * K, WHOLE)
 
 
 @jit
 def _attention_backward(
-    qkv, do, dqkv, mask, partial, B, T, slope, H: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    qkv, do, dqkv, mask, keys, partial, B, T, slope, H: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr, POWER: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     """One program: one head of several sequences.
 
@@ -288,30 +382,39 @@ def _attention_backward(
     if WHOLE:
         T = TILE
     # Rows that lie in the same thread are added up at once, the others after the last sequence.
-    all_given = tl.zeros((TILE // 4, K), tl.float32)
+    all_given = tl.zeros((TILE // 16, 8, K) if RATE > 0 else (TILE // 4, K), tl.float32)
     all_dq = tl.zeros((TILE // 16, 8, K), tl.float32)
+    steep = slope * (1.0 / (1.0 - RATE))
     for i in tl.range(0, B - first, tl.num_programs(0) // H, num_stages=STAGES):
         b = first + i
-        keys = _keys_seen(mask, b.to(tl.int64), token, T, PACKED)
-        seen = _seen(keys, mask, b.to(tl.int64), token, token, T, PACKED)
+        tokens = _keys_seen(mask, b.to(tl.int64), token, T, PACKED)
+        seen = _seen(tokens, mask, b.to(tl.int64), token, token, T, PACKED)
         q = _head(qkv, b, h, token, T, K, 3 * H * K, WHOLE)
         k = _head(qkv, b, H + h, token, T, K, 3 * H * K, WHOLE)
         v = _head(qkv, b, 2 * H + h, token, T, K, 3 * H * K, WHOLE)
         da = _head(do, b, h, token, T, K, H * K, WHOLE)
         all_seen: tl.constexpr = WHOLE and mask is None
         p, total, _ = _softmax(q, k, seen, slope * 1.4426950408889634, all_seen, PRECISION)
-        p = (p * (1.0 / total)[:, None]).to(q.dtype)
-        dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
+        p *= (1.0 / total)[:, None]
+        p, left, scale = _marked(p, keys, b, h, token, T, q.dtype, POWER, RATE)
+        dv = tl.dot(tl.trans(left), da, input_precision=PRECISION) * scale
         _put_head(dqkv, dv.to(q.dtype), b, 2 * H + h, token, T, 3 * H * K, WHOLE)
         # Shares of anything add up to 1: all values together get all of da. And what all keys have
         # in common changes no share: it has no gradient.
-        given = da.to(tl.float32)
-        if mask is not None:
-            given *= tl.max(keys.to(tl.float32), 0)
-        all_given += tl.sum(given.reshape(4, TILE // 4, K), 0)
+        if RATE > 0:  # what is left of the shares
+            all_given += tl.sum(dv.reshape(TILE // 16, 2, 8, K), 1)
+        else:
+            given = da.to(tl.float32)
+            if mask is not None:
+                given *= tl.max(tokens.to(tl.float32), 0)
+            all_given += tl.sum(given.reshape(4, TILE // 4, K), 0)
         dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
-        level = tl.sum(_widened(p) * dp, 1) * slope
-        ds = p * (dp * slope - level[:, None]).to(q.dtype)
+        share = _widened(p)
+        if RATE > 0:
+            dp = tl.where(share > 0.0, dp, 0.0)
+            p = tl.abs(p)
+        level = tl.sum(share * dp, 1) * steep
+        ds = p * (dp * steep - level[:, None]).to(q.dtype)
         dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
         _put_head(dqkv, dk.to(q.dtype), b, H + h, token, T, 3 * H * K, WHOLE)
         dq = tl.dot(ds, k, input_precision=PRECISION)
@@ -320,7 +423,9 @@ def _attention_backward(
     sums = partial + first.to(tl.int64) * (3 * H * K) + h * K + tl.arange(0, K)
     tl.store(sums, tl.sum(tl.sum(all_dq, 0), 0))
     tl.store(sums + H * K, tl.zeros((K,), tl.float32))
-    tl.store(sums + 2 * H * K, tl.sum(all_given, 0))
+    sums += 2 * H * K
+    all_given = tl.sum(all_given, 0)
+    tl.store(sums, tl.sum(all_given, 0) if RATE > 0 else all_given)
 
 
 # Residual and layer norm
@@ -334,25 +439,29 @@ def add_norm(
     eps: float,
     config: Config = ADD_NORM,
     statistics: Tensor | None = None,
+    drop: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """y = LN(s), s = x + a in their type; the mean and 1/std of every row, (N,) float32.
 
-    The last two are the rows of `statistics`, (2, N), which may be given.
+    The last two are the rows of `statistics`, (2, N), which may be given. drop: of a.
     """
     _check(x, a, gamma, beta)
     N, D = x.shape
     y, s = torch.empty_like(x), torch.empty_like(x)
     mean, rstd = gamma.new_empty(2, N) if statistics is None else statistics
     kernel, rows = _rows_of(config, D)
+    keys, shape = _of_rows(drop, N)
     grid = (triton.cdiv(N, rows["ROWS"]),)
-    _add_norm[grid](x, a, gamma, beta, y, s, mean, rstd, N, eps, D, **rows, **kernel)
+    _add_norm[grid](
+        x, a, keys, gamma, beta, y, s, mean, rstd, N, eps, D, **shape, **rows, **kernel
+    )  # fmt: skip
     return y, s, mean, rstd
 
 
 @jit
 def _add_norm(
-    x, a, gamma, beta, y, s, mean, rstd, N, eps, D: tl.constexpr, ROWS: tl.constexpr, WIDTH:
-    tl.constexpr,
+    x, a, keys, gamma, beta, y, s, mean, rstd, N, eps, D: tl.constexpr, T: tl.constexpr,
+    RATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * ROWS
     row = tl.arange(0, ROWS)
@@ -361,7 +470,9 @@ def _add_norm(
     in_columns = column < D
     ok = in_rows[:, None] & in_columns[None, :]
     at = first * D + (row[:, None] * D + column[None, :])
-    total = tl.load(x + at, ok, 0.0).to(tl.float32) + tl.load(a + at, ok, 0.0).to(tl.float32)
+    total = tl.load(x + at, ok, 0.0).to(tl.float32)
+    branch = tl.load(a + at, ok, 0.0).to(tl.float32)
+    total += _drop(branch, keys, first, N, T, D, RATE)
     total = total.to(s.dtype.element_ty)
     tl.store(s + at, total, ok)
     total = total.to(tl.float32)
@@ -385,15 +496,19 @@ def add_norm_backward(
     gamma: Tensor,
     config: Config = ADD_NORM_BACKWARD,
     again: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """ds of y = LN(s) for the gradient dy + dy2; partial sums, (P, 3 D), of dgamma, dbeta and ds.
+    drop: Dropout | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ds and da of y = LN(s), s = x + a, for the gradient dy + dy2; partial sums, (P, 3 D), of
+    dgamma, dbeta and da.
 
-    With `again`, (beta, y), y is computed once more.
+    With `again`, (beta, y), y is computed once more. drop: of a; da is ds itself without.
     """
     _check(dy, s, mean, rstd, gamma, *(() if dy2 is None else (dy2,)))
     beta, y = again or (None, None)
     N, D = s.shape
     ds = torch.empty_like(s)
+    da = ds if drop is None else torch.empty_like(s)
+    keys, shape = _of_rows(drop, N)
     kernel, rows = _rows_of(config, D)
     warps = max(1, rows["WIDTH"] // config["ELEMENTS"])  # of a row that is more than one holds
     kernel["num_warps"] *= warps
@@ -402,9 +517,10 @@ def add_norm_backward(
     programs, steps = _strips(N, rows["ROWS"], most)
     partial = torch.empty(programs, 3 * D, dtype=torch.float32, device=s.device)
     _add_norm_backward[(programs,)](
-        dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D, STEPS=steps, **rows, **kernel
+        dy, dy2, s, mean, rstd, gamma, beta, ds, None if drop is None else da, keys, y, partial,
+        N, D, STEPS=steps, **shape, **rows, **kernel,
     )  # fmt: skip
-    return ds, partial
+    return ds, da, partial
 
 
 @jit
@@ -414,8 +530,9 @@ def _add_pairs(a, b, c, d):
 
 @jit
 def _add_norm_backward(
-    dy, dy2, s, mean, rstd, gamma, beta, ds, y, partial, N, D: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+    dy, dy2, s, mean, rstd, gamma, beta, ds, da, keys, y, partial, N, D: tl.constexpr,
+    T: tl.constexpr, RATE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, WIDTH)
     in_columns = column < D
@@ -425,7 +542,8 @@ def _add_norm_backward(
     dbeta = tl.zeros((ROWS, WIDTH), tl.float32)
     dbias = tl.zeros((ROWS, WIDTH), tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        row = (step * tl.num_programs(0) + tl.program_id(0)) * ROWS + tl.arange(0, ROWS)
+        first = (step * tl.num_programs(0) + tl.program_id(0)) * ROWS
+        row = first + tl.arange(0, ROWS)
         in_rows = row < N
         ok = in_rows[:, None] & in_columns[None, :]
         at = row.to(tl.int64)[:, None] * D + column[None, :]
@@ -447,8 +565,11 @@ def _add_norm_backward(
         along /= D
         level /= D
         out = (gradient - level[:, None] - normal * along[:, None]) * scale[:, None]
-        dbias += out
+        branch = _drop(out, keys, first, N, T, D, RATE)
+        dbias += branch
         tl.store(ds + at, out.to(ds.dtype.element_ty), ok)
+        if da is not None:
+            tl.store(da + at, branch.to(da.dtype.element_ty), ok)
     partial += tl.program_id(0) * (3 * D) + column
     tl.store(partial, tl.sum(dgamma, 0), in_columns)
     tl.store(partial + D, tl.sum(dbeta, 0), in_columns)
@@ -465,6 +586,7 @@ def product_add_norm(
     eps: float,
     config: Config = PRODUCT_ADD_NORM,
     statistics: Tensor | None = None,
+    drop: Dropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`add_norm(h, x wᵀ + b, …)` of x (N, C) and w (D, C), D ≤ 256; the product is not stored."""
     _check(x, w, b, h, gamma, beta)
@@ -473,20 +595,22 @@ def product_add_norm(
     mean, rstd = gamma.new_empty(2, N) if statistics is None else statistics
     kernel, width = dict(config), max(16, triton.next_power_of_2(D))
     rows, inner = kernel.pop("ROWS"), min(kernel.pop("INNER"), C & -C)  # divides C
+    keys, shape = _of_rows(drop, N)
     # The copy engine reads zeros past the end of a tensor and writes nothing there.
     tiles = ((x, rows, inner), (w, width, inner), *((t, rows, width) for t in (h, y, s)))
     _product_add_norm[(triton.cdiv(N, rows),)](
         *(TensorDescriptor.from_tensor(t, list(tile)) for t, *tile in tiles),
-        b, gamma, beta, mean, rstd, N, eps, C, D, rows, width, inner,
-        _precision(x), **kernel,
+        b, keys, gamma, beta, mean, rstd, N, eps, C, D, rows, width, inner,
+        _precision(x), **shape, **kernel,
     )  # fmt: skip
     return y, s, mean, rstd
 
 
 @jit
 def _product_add_norm(
-    x, w, h, y, s, b, gamma, beta, mean, rstd, N, eps, C: tl.constexpr, D: tl.constexpr,
+    x, w, h, y, s, b, keys, gamma, beta, mean, rstd, N, eps, C: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     total = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -496,6 +620,7 @@ def _product_add_norm(
     column = tl.arange(0, WIDTH)
     in_columns = column < D
     total += tl.load(b + column, in_columns, 0.0).to(tl.float32)[None, :]
+    total = _drop(total, keys, first, N, T, D, RATE)
     total = (total + h.load([first, 0]).to(tl.float32)).to(s.dtype)
     s.store([first, 0], total)
     total = total.to(tl.float32)
@@ -705,7 +830,12 @@ def _product_gelu_backward(
 
 
 def layer(
-    x: Tensor, mask: Tensor | None, weights: list[Tensor], eps: float, config: Config = LAYER
+    x: Tensor,
+    mask: Tensor | None,
+    weights: list[Tensor],
+    eps: float,
+    config: Config = LAYER,
+    drops: Drops = NOTHING,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """What `fused.block` computes, for one head of 16, 32 or 64: y, o, s and s', all (B, T, D).
 
@@ -717,7 +847,11 @@ def layer(
     y, o, s1, s2 = (torch.empty_like(x) for _ in range(4))
     lse = torch.empty(B, T, dtype=torch.float32, device=x.device)
     shape = _layer_shape(x, mask, weights, config)
-    _layer[(B,)](x, mask, *weights, y, o, s1, s2, lse, T, eps, LOG2_E / math.sqrt(D), **shape)
+    keys, dropping = _of_layer(drops, T)
+    _layer[(B,)](
+        x, mask, *weights, *keys, y, o, s1, s2, lse, T, eps, LOG2_E / math.sqrt(D), **shape,
+        **dropping[0], **dropping[1],
+    )  # fmt: skip
     return y, o, s1, s2, lse
 
 
@@ -729,6 +863,7 @@ def layer_backward(
     kept: list[Tensor],
     eps: float,
     config: Config = LAYER_BACKWARD,
+    drops: Drops = NOTHING,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and the gradients of all weights one behind the other, in float32 and in x's type.
 
@@ -741,18 +876,22 @@ def layer_backward(
     o, s1, s2, lse = kept
     wqkv, bqkv, wo, _, w1, b1, w2, _, g1, c1, g2, _ = weights
     shape = _layer_shape(x, mask, weights, {})
+    keys, (hidden, shares) = _of_layer(drops, T)
+    dx = torch.empty_like(x)
+    ds = dx if hidden["OUT"] else None  # that of s waits here: `left` has what dropout leaves of it
     whole, tile = {k: shape.pop(k) for k in ("PACKED", "TILE")}, {**shape, **config["WEIGHTS"]}
     F, size = shape["F"], sum(w.numel() for w in weights)
-    dx, left, right = torch.empty_like(x), x.new_empty(N, 5 * D + F), x.new_empty(N, D + F)
+    left, right = x.new_empty(N, 5 * D + F), x.new_empty(N, D + F)
     do, level = torch.empty_like(x), torch.empty_like(lse)
     feed = {**shape, **config["FEED"]}
     norms = x.new_empty(triton.cdiv(N, feed["ROWS"]), 4 * D, dtype=torch.float32)
     _feed_backward[(len(norms),)](
-        dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps, **feed
-    )
+        dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, *keys[:2], left, right, ds, do, level, norms,
+        N, eps, T=T if any(hidden.values()) else 1, **hidden, **feed,
+    )  # fmt: skip
     _attend_backward[(B,)](
-        x, mask, do, level, lse, wqkv, bqkv, left, dx, T, 1 / math.sqrt(D),
-        **shape, **whole, **config["ATTEND"],
+        x, mask, ds, do, level, lse, wqkv, bqkv, keys[2], left, dx, T, 1 / math.sqrt(D),
+        **shares, **shape, **whole, **config["ATTEND"],
     )  # fmt: skip
     strips, steps = _strips(N, tile["ROWS"], tile.pop("STRIPS"))
     partial = x.new_empty(strips, size, dtype=torch.float32)
@@ -761,6 +900,13 @@ def layer_backward(
         SHARE=triton.next_power_of_2(triton.cdiv(len(norms), strips)), **tile,
     )  # fmt: skip
     return dx, *column_sums([partial], x.dtype)
+
+
+def _of_layer(drops: Drops, T: int) -> tuple[list[Tensor | None], tuple[Config, Config]]:
+    """The keys; the rates of both parts' outputs; and what `_of_shares` says."""
+    (out, a), (down, f) = (drop or (None, 0.0) for drop in drops[:2])
+    keys, shares = _of_shares(drops[2], T)
+    return [out, down, keys], ({"OUT": a, "DOWN": f}, shares)
 
 
 def _layer_shape(x: Tensor, mask: Tensor | None, weights: list[Tensor], config: Config) -> Config:
@@ -827,9 +973,10 @@ def _normal_backward(dy, s, gamma, eps, sums, D: tl.constexpr):
 
 @jit
 def _layer(
-    x, mask, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, y, o, s1, s2, lse, T, eps, scale,
-    D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    x, mask, wqkv, bqkv, wo, bo, w1, b1, w2, b2, g1, c1, g2, c2, out_keys, down_keys, keys,
+    y, o, s1, s2, lse, T, eps, scale, D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    OUT: tl.constexpr, DOWN: tl.constexpr, POWER: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -843,18 +990,28 @@ def _layer(
     v = _linear(h, wqkv, bqkv, 2 * D, D, PRECISION).to(h.dtype)
     seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
     p, total, top = _softmax(q, k, seen, scale, False, PRECISION)
+    if RATE > 0:
+        kept = _kept_shares(keys, b, 0, token, token, T, POWER, RATE)
+        p *= tl.where(kept, 1.0 / (1.0 - RATE), 0.0)
     a = tl.dot(p.to(h.dtype), v, input_precision=PRECISION) * (1.0 / total)[:, None]
     a = a.to(h.dtype)
     tl.store(lse + b * T + token, top + tl.log2(total), token < T)
     tl.store(o + at, a, ok)
-    s = (h.to(tl.float32) + _linear(a, wo, bo, 0, D, PRECISION)).to(h.dtype)
+    s, N = h.to(tl.float32), tl.num_programs(0) * T
+    s += _drop(_linear(a, wo, bo, 0, D, PRECISION), out_keys, b * T, N, T, D, OUT)
+    s = s.to(h.dtype)
     tl.store(s1 + at, s, ok)
     h = _norm(s, g1, c1, eps, D).to(h.dtype)
-    f = h.to(tl.float32) + tl.load(b2 + column).to(tl.float32)[None, :]
+    f = h.to(tl.float32)
+    if DOWN > 0:  # what is added to h is dropped, once it is known
+        f = tl.zeros(f.shape, tl.float32)
+    f += tl.load(b2 + column).to(tl.float32)[None, :]
     for c in tl.range(0, F, D, num_stages=STAGES):
         act, _ = _gelu_of(_linear(h, w1, b1, c, D, PRECISION))
         w = _square(w2, 0, c, F, D)
         f = tl.dot(act.to(h.dtype), tl.trans(w), f, input_precision=PRECISION)
+    if DOWN > 0:
+        f = h.to(tl.float32) + _drop(f, down_keys, b * T, N, T, D, DOWN)
     s = f.to(h.dtype)
     tl.store(s2 + at, s, ok)
     tl.store(y + at, _norm(s, g2, c2, eps, D).to(h.dtype), ok)
@@ -862,12 +1019,13 @@ def _layer(
 
 @jit
 def _feed_backward(
-    dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, left, right, do, level, norms, N, eps,
-    D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dy, o, s1, s2, wo, w1, b1, w2, g1, c1, g2, out_keys, down_keys, left, right, ds, do, level,
+    norms, N, eps, D: tl.constexpr, F: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr, OUT: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS tokens, back to ds; sums for both layer norms."""
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    token = first + tl.arange(0, ROWS)
     column = tl.arange(0, D)
     ok = token[:, None] < N
     at = token[:, None] * D + column[None, :]
@@ -877,7 +1035,7 @@ def _feed_backward(
     s = tl.load(s2 + at, ok, 0.0)
     dh = tl.load(dy + at, ok, 0.0).to(tl.float32)
     dh = _normal_backward(dh, s, g2, eps, norms + 2 * D, D)
-    da = dh.to(s.dtype)
+    da = _drop(dh, down_keys, first, N, T, D, DOWN).to(s.dtype)
     tl.store(left + 4 * D + F, da, ok)
     h = _norm(tl.load(s1 + at, ok, 0.0), g1, c1, eps, D).to(s.dtype)
     tl.store(right, h, ok)
@@ -893,7 +1051,9 @@ def _feed_backward(
         dh = tl.dot(dpre, up, dh, input_precision=PRECISION)
     s = tl.load(s1 + at, ok, 0.0)
     dh = _normal_backward(dh, s, g1, eps, norms, D)
-    da = dh.to(s.dtype)
+    if ds is not None:
+        tl.store(ds + at, dh.to(s.dtype), ok)
+    da = _drop(dh, out_keys, first, N, T, D, OUT).to(s.dtype)
     tl.store(left + 3 * D, da, ok)
     da = tl.dot(da, _square(wo, 0, 0, D, D), input_precision=PRECISION)
     tl.store(do + at, da.to(s.dtype), ok)
@@ -903,8 +1063,9 @@ def _feed_backward(
 
 @jit
 def _attend_backward(
-    x, mask, do, levels, lse, wqkv, bqkv, left, dx, T, slope, D: tl.constexpr, F: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr, PACKED: tl.constexpr,
+    x, mask, residual, do, levels, lse, wqkv, bqkv, keys, left, dx, T, slope,
+    D: tl.constexpr, F: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, POWER: tl.constexpr, RATE: tl.constexpr,
 ):  # fmt: skip
     """One program: one sequence, from ds to dx."""
     b = tl.program_id(0).to(tl.int64)
@@ -920,10 +1081,14 @@ def _attend_backward(
     da = tl.load(do + at, ok, 0.0)
     seen = _seen(_keys_seen(mask, b, token, T, PACKED), mask, b, token, token, T, PACKED)
     top = tl.load(lse + b * T + token, token < T, float("inf"))
-    p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION).to(h.dtype)
-    dv = tl.dot(tl.trans(p), da, input_precision=PRECISION)
-    tl.store(left + 2 * D, dv.to(h.dtype), ok)
+    p = _probabilities(q, k, seen, top, slope * 1.4426950408889634, PRECISION)
+    p, kept, scale = _marked(p, keys, b, 0, token, T, h.dtype, POWER, RATE)
+    dv = tl.dot(tl.trans(kept), da, input_precision=PRECISION)
+    tl.store(left + 2 * D, (dv * scale).to(h.dtype), ok)
     dp = tl.dot(da, tl.trans(v), input_precision=PRECISION)
+    if RATE > 0:
+        dp = tl.where(_widened(p) > 0.0, dp * (1.0 / (1.0 - RATE)), 0.0)
+        p = tl.abs(p)
     level = tl.load(levels + b * T + token, token < T, 0.0)
     ds = p * ((dp - level[:, None]) * slope).to(h.dtype)
     dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION)
@@ -931,7 +1096,11 @@ def _attend_backward(
     dq = tl.dot(ds, k, input_precision=PRECISION)
     tl.store(left, dq.to(h.dtype), ok)
     tl.debug_barrier()  # what is stored before it is loaded behind it
-    out = tl.load(left + 3 * D, ok, 0.0).to(tl.float32)
+    if residual is None:
+        residual = left + 3 * D
+    else:
+        residual += at
+    out = tl.load(residual, ok, 0.0).to(tl.float32)
     for i in tl.static_range(3):
         dy = tl.load(left + i * D, ok, 0.0)
         out = tl.dot(dy, _square(wqkv, i * D, 0, D, D), out, input_precision=PRECISION)

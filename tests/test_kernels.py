@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from electra.corruption import lay_out, sample
 from electra.encoder import Block, Embeddings, Encoder
 from electra.errors import ElectraError
 from electra.objectives import Batch, SpecialIds, build_objective
-from electra.randomness import StepRng
+from electra.randomness import SeededDropout, StepRng, _hash32
 from electra.recipes import recipe
 from electra.runtime import Runtime
 from electra.trainer import use_kernels
@@ -38,6 +38,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 # The interpreter multiplies the bits of bfloat16 as integers; float16 rounds at the same places.
 NARROW = torch.bfloat16 if CUDA else torch.float16
 WIDTHS = [(1, 16), (7, 48), (100, 64), (130, 80), (3, 512), (2, 1024)]
+NONE = (None, [0.0, 0.0, 0.0])  # dropout, as the operators are told of it
 
 
 def close(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
@@ -73,9 +74,10 @@ def test_layer_norm_of_a_sum_and_its_gradients_are_those_of_the_definition(
     few = kernels.ADD_NORM_BACKWARD | {"PROGRAMS": 2}  # which take several steps
     for second, config in ((None, kernels.ADD_NORM_BACKWARD), (dy2, few)):
         again = torch.empty_like(y)
-        ds, partial = kernels.add_norm_backward(
+        ds, da, partial = kernels.add_norm_backward(
             dy, second, s, mean, rstd, gamma, config, again=(beta, again)
         )
+        assert da is ds  # nothing is dropped
         close(again, exact.detach(), dtype)
         gradient = dy.double() if second is None else dy.double() + second.double()
         expected = torch.autograd.grad(exact, leaves, gradient, retain_graph=True)
@@ -236,8 +238,17 @@ def test_repeated_calls_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def draws(rows: Sequence[int] | int) -> StepRng:
+    row = torch.arange(rows) if isinstance(rows, int) else torch.tensor(rows)
+    return StepRng(1, torch.tensor(5, device=DEVICE), row.to(DEVICE))
+
+
+def drop_of(rng: StepRng | None, rate: float, site: int = 0) -> kernels.Dropout | None:
+    return None if rng is None else kernels.Dropout(rng.keys(site, 1)[0], rate)
+
+
 def attention_in_float64(
-    qkv: Tensor, mask: Tensor | None, do: Tensor
+    qkv: Tensor, mask: Tensor | None, do: Tensor, rng: StepRng | None = None, rate: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o, dqkv and its column sums, from the definition."""
     x = qkv.double().requires_grad_()
@@ -248,11 +259,14 @@ def attention_in_float64(
         is_of = mask[:, None, :, None] == mask[:, None, None]
         seen = mask[:, None, None] if mask.dtype == torch.bool else is_of
         p = torch.where(seen, score, -1e300).softmax(-1) * seen
+    if rng is not None:
+        p = rng.dropout(p, rate, 0)
     o = (p @ v).transpose(1, 2).flatten(2)
     (dqkv,) = torch.autograd.grad(o, x, do.double())
     return o, dqkv, dqkv.sum((0, 1)).flatten()
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
 @pytest.mark.parametrize(
     ("T", "H", "K", "lengths"),
@@ -268,7 +282,7 @@ def attention_in_float64(
     ],
 )
 def test_attention_and_its_gradient_are_those_of_the_definition(
-    T: int, H: int, K: int, lengths: Sequence[int] | None, dtype: torch.dtype
+    T: int, H: int, K: int, lengths: Sequence[int] | None, dtype: torch.dtype, dropped: bool
 ) -> None:
     torch.manual_seed(T)
     B = len(lengths) if lengths else 2
@@ -277,21 +291,25 @@ def test_attention_and_its_gradient_are_those_of_the_definition(
     mask = None
     if lengths:
         mask = torch.arange(T, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
-    check_attention(qkv, mask, do)
+    check_attention(qkv, mask, do, draws(B) if dropped else None)
 
 
-def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor, **change: int) -> None:
+def check_attention(
+    qkv: Tensor, mask: Tensor | None, do: Tensor, rng: StepRng | None = None, **change: int
+) -> None:
     """change: of the configuration, forward and backward."""
     if CUDA and qkv.dtype == torch.float32 and qkv.shape[1] > 33:
         pytest.skip("half a minute for the compiler, and training takes bfloat16")
-    o, dqkv, dbias = attention_in_float64(qkv, mask, do)
-    close(kernels.attention(qkv, mask, kernels.ATTENTION | change), o, qkv.dtype)
+    drop = drop_of(rng, 0.3)
+    o, dqkv, dbias = attention_in_float64(qkv, mask, do, rng, 0.3)
+    close(kernels.attention(qkv, mask, kernels.ATTENTION | change, drop), o, qkv.dtype)
     config = kernels.ATTENTION_BACKWARD | change
-    got, partial = kernels.attention_backward(qkv, mask, do, config)
+    got, partial = kernels.attention_backward(qkv, mask, do, config, drop)
     close(got, dqkv, qkv.dtype)
     close(partial.sum(0), dbias, qkv.dtype)
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
 @pytest.mark.parametrize(
     ("T", "H", "K", "parts"),
@@ -302,13 +320,13 @@ def check_attention(qkv: Tensor, mask: Tensor | None, do: Tensor, **change: int)
     ],
 )
 def test_examples_that_share_a_row_see_themselves_alone(
-    T: int, H: int, K: int, parts: list[list[int]], dtype: torch.dtype
+    T: int, H: int, K: int, parts: list[list[int]], dtype: torch.dtype, dropped: bool
 ) -> None:
     torch.manual_seed(T)
     qkv = torch.randn(len(parts), T, 3, H, K).to(DEVICE, dtype)
     do = torch.randn(len(parts), T, H * K).to(DEVICE, dtype)
     example = lay_out(torch.tensor(parts), T)[0].int().to(DEVICE)
-    check_attention(qkv, example, do)
+    check_attention(qkv, example, do, draws(len(parts)) if dropped else None)
     other = torch.where(example[:, :, None, None, None] == 1, 1e4, qkv)
     same = example != 1
     got, expected = kernels.attention(other, example), kernels.attention(qkv, example)
@@ -346,13 +364,14 @@ def test_rows_at_a_time_change_nothing(rows: int) -> None:
     close(kernels.attention(qkv, None, kernels.ATTENTION | {"ROWS": rows}), o, NARROW)
 
 
+@pytest.mark.parametrize("dropped", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("programs", [2, 10, 10**6])  # 2: each takes one head of all sequences
 @pytest.mark.parametrize(
     ("T", "mask"),
     [(32, "none"), (32, "padded"), (32, "packed"), (20, "none"), (20, "padded"), (128, "none")],
 )
 def test_attention_and_its_gradient_do_not_depend_on_how_programs_share_the_heads(
-    T: int, mask: str, programs: int
+    T: int, mask: str, programs: int, dropped: bool
 ) -> None:
     torch.manual_seed(T)
     B, H, K = (3, 1, 64) if T == 128 else (3, 5, 16)
@@ -365,12 +384,99 @@ def test_attention_and_its_gradient_do_not_depend_on_how_programs_share_the_head
         "padded": torch.arange(T, device=DEVICE) < lengths[:, :1].to(DEVICE),
         "packed": example.int(),
     }[mask]
-    check_attention(qkv, seen, do, PROGRAMS=programs)
+    rng = draws(B) if dropped else None
+    check_attention(qkv, seen, do, rng, PROGRAMS=programs)
+    drop = drop_of(rng, 0.3)
     config = kernels.ATTENTION_BACKWARD | {"PROGRAMS": programs}
-    first, second = (kernels.attention_backward(qkv, seen, do, config) for _ in range(2))
+    first, second = (kernels.attention_backward(qkv, seen, do, config, drop) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    few = kernels.attention(qkv, seen, kernels.ATTENTION | {"PROGRAMS": programs})
-    assert torch.equal(few, kernels.attention(qkv, seen))
+    few = kernels.attention(qkv, seen, kernels.ATTENTION | {"PROGRAMS": programs}, drop)
+    assert torch.equal(few, kernels.attention(qkv, seen, drop=drop))
+
+
+# Dropout, element by element
+
+
+@pytest.mark.parametrize(
+    ("B", "T", "D", "rate"),
+    [
+        (1, 1, 16, 0.1),
+        (3, 7, 48, 0.999),
+        (2, 64, 80, 0.5),
+        (5, 33, 32, 0.1),
+        (2, 3, 512, 0.5),
+        (1, 66, 1024, 0.1),
+    ],
+)
+def test_kernels_drop_of_hidden_states_what_plain_pytorch_drops(
+    B: int, T: int, D: int, rate: float
+) -> None:
+    """Also numbers beyond 16 bits, and rows whose numbers begin at no power of two."""
+    torch.manual_seed(T)
+    rng, N = draws([3, 10**6, 0, 7, 2**31][:B]), B * T
+    drop = drop_of(rng, rate, 9)
+    kept = rng.dropout(torch.ones(B, T, D, device=DEVICE), rate, 9).view(N, D) != 0
+    one, zero = torch.ones(D, device=DEVICE), torch.zeros(D, device=DEVICE)
+    a = draw(N, D)
+    _, s, mean, rstd = kernels.add_norm(torch.zeros_like(a), a, one, zero, 0.1, drop=drop)
+    assert torch.equal(s != 0, kept)
+    close(s, rng.dropout(a.double().view(B, T, D), rate, 9).view(N, D))
+    dy = draw(N, D)
+    ds, da, partial = kernels.add_norm_backward(dy, None, s, mean, rstd, one, drop=drop)
+    whole, _, _ = kernels.add_norm_backward(dy, None, s, mean, rstd, one)
+    assert torch.equal(ds, whole)
+    assert torch.equal(da != 0, kept)
+    close(da, rng.dropout(ds.double().view(B, T, D), rate, 9).view(N, D))
+    close(partial.sum(0)[2 * D :], da.double().sum(0))
+    if D > 256:
+        return
+    ones = torch.ones(D, device=DEVICE, dtype=NARROW)
+    x, w = torch.zeros(N, 16, dtype=NARROW).to(DEVICE), torch.zeros(D, 16, dtype=NARROW).to(DEVICE)
+    h = torch.zeros(N, D, device=DEVICE, dtype=NARROW)
+    config = kernels.PRODUCT_ADD_NORM | {"ROWS": 64}
+    _, s, *_ = kernels.product_add_norm(x, w, ones, h, one, zero, 0.1, config, drop=drop)
+    assert torch.equal(s != 0, kept)
+
+
+@pytest.mark.parametrize(
+    ("T", "H", "rate"),
+    [(1, 3, 0.5), (16, 1, 0.1), (16, 3, 0.999), (33, 2, 0.1), (64, 17, 0.5), (100, 7, 0.1)],
+)
+def test_kernels_drop_of_probabilities_what_plain_pytorch_drops(
+    T: int, H: int, rate: float
+) -> None:
+    """Probabilities are all alike, and values, or gradients, tell the keys, or queries, apart."""
+    B, K = 2, 64
+    rng = draws([5, 2**31])
+    drop = drop_of(rng, rate)
+    kept = rng.dropout(torch.ones(B, H, T, T, device=DEVICE), rate, 0) != 0
+    for first in range(0, T, K):
+        apart = torch.eye(T, device=DEVICE, dtype=NARROW)[:, first : first + K]
+        apart = F.pad(apart, (0, K - apart.shape[1]))[None, :, None]  # (1, T, 1, K)
+        qkv = torch.zeros(B, T, 3, H, K, device=DEVICE, dtype=NARROW)
+        qkv[:, :, 2] = apart
+        o = kernels.attention(qkv, None, drop=drop).view(B, T, H, K).transpose(1, 2)
+        part = kept[..., first : first + K]
+        assert torch.equal(o[..., : part.shape[3]] != 0, part)
+        do = apart.expand(B, T, H, K).reshape(B, T, H * K).contiguous()
+        dqkv, _ = kernels.attention_backward(qkv, None, do, drop=drop)
+        dv = dqkv[:, :, 2].transpose(1, 2)  # (B, H, keys, queries)
+        part = kept[:, :, first : first + K].mT
+        assert torch.equal(dv[..., : part.shape[3]] != 0, part)
+
+
+@pytest.mark.parametrize("element", [0, 5, 77])
+def test_the_last_bit_of_a_draw_counts(element: int) -> None:
+    """A rate of exactly an element's draw leaves it, one that is higher by 2⁻²⁴ does not."""
+    a = torch.ones(3, 32, device=DEVICE)
+    gamma, rng = torch.ones(32, device=DEVICE), draws(1)
+    number = torch.tensor([element], dtype=torch.int32, device=DEVICE)
+    word = int(_hash32(number ^ rng.keys(2, 1)[0])) % 2**32 >> 8
+    for least, left in ((word, True), (word + 1, False)):
+        rate = least / 2**24
+        _, s, *_ = kernels.add_norm(0 * a, a, gamma, gamma, 1.0, drop=drop_of(rng, rate, 2))
+        assert torch.equal(s != 0, rng.dropout(a[None], rate, 2)[0] != 0)
+        assert bool(s.flatten()[element]) == left
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, NARROW], ids=str)
@@ -550,12 +656,15 @@ def test_a_row_that_is_not_finite_spoils_its_own_sum_alone() -> None:
 # What is made of them
 
 
-def block_of(D: int, width: int, heads: int, T: int) -> Block:
+def block_of(
+    D: int, width: int, heads: int, T: int, rates: tuple[float, float] = (0.0, 0.0)
+) -> Block:
+    """rates: of dropout of hidden states and of attention."""
     config = EncoderConfig(
         layers=1, hidden_size=D, ffn_size=width, attention_heads=heads, embedding_size=D,
-        max_positions=T, dropout=0.0, attention_dropout=0.0,
+        max_positions=T, dropout=rates[0], attention_dropout=rates[1],
     )  # fmt: skip
-    block = Block(config, site=0).to(DEVICE)
+    block = Block(config, site=4).to(DEVICE)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return block
@@ -612,6 +721,82 @@ def test_a_block_of_kernels_is_the_block(
     assert (block(h, bias, None) - plain).abs().max() > 1e-3  # it reads the weights it has now
 
 
+RATES = [(0.3, 0.0), (0.0, 0.3), (0.3, 0.2)]
+
+
+@pytest.mark.parametrize("rates", RATES, ids=str)
+@pytest.mark.parametrize(
+    ("T", "lengths", "kept"),
+    [
+        (20, None, 2**26),
+        (32, [9, 32, 1], 0),  # h and act are computed again
+        (20, [[5, 11, 4], [20, 0, 0], [1, 1, 7]], 2**26),
+        (fused.LONGEST + 2, None, 2**26),  # whose attention is not ours
+    ],
+)
+def test_a_block_of_kernels_drops_what_the_block_drops(
+    T: int,
+    lengths: Sequence[Any] | None,
+    kept: int,
+    rates: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fused, "KEPT", kept)
+    torch.manual_seed(0)
+    block = block_of(48, 80, 3, T, rates)
+    rng = draws(3)
+    keys = rng.keys(block.site, 3)
+    h, mask, dy = draw(3, T, 48).requires_grad_(), mask_of(T, lengths), draw(3, T, 48)
+    leaves = [h, *block.parameters()]
+    plain = block(h, bias_of(mask), rng)
+    bias = None if mask is None else mask[:, None, None]
+    block.fused = True
+    if T > fused.LONGEST and rates[1]:
+        with pytest.raises(AssertionError, match="draws of its own"):
+            block(h, bias, rng, keys=keys)
+        return
+    again = block(h, bias, rng, keys=keys)
+    assert (again - plain).abs().max() < 1e-5
+    expected = torch.autograd.grad(plain, leaves, dy)
+    for got, right in zip(torch.autograd.grad(again, leaves, dy), expected, strict=True):
+        assert (got - right).abs().max() <= 2e-5 * right.abs().max()
+    # In evaluation nothing is dropped, and without its keys nothing goes on as if it were.
+    block.config = replace(block.config, dropout=0.0, attention_dropout=0.0)
+    expected = block(h, bias, rng)
+    block.config = replace(block.config, dropout=rates[0], attention_dropout=rates[1])
+    assert torch.equal(block(h, bias, None), expected)
+    for other in (rng, SeededDropout(DEVICE)):
+        with pytest.raises(AssertionError, match="without its keys"):
+            block(h, bias, other)
+
+
+class At(NamedTuple):
+    """Draws of some sites; the others are left as they are."""
+
+    rng: StepRng
+    sites: tuple[int, ...]
+
+    def dropout(self, x: Tensor, p: float, site: int) -> Tensor:
+        return self.rng.dropout(x, p, site) if site in self.sites else x
+
+
+@pytest.mark.parametrize("sites", [(0,), (1,), (2,)], ids=str)
+def test_each_place_of_a_block_drops_alone(sites: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    block, rng = block_of(32, 48, 2, 13, (0.4, 0.4)), draws(2)
+    x, dy = draw(2, 13, 32).requires_grad_(), draw(2, 13, 32)
+    leaves, eps = [x, *block.tensors()], block.config.layer_norm_eps
+    plain = block(x, None, At(rng, tuple(block.site + site for site in sites)))
+    rates = [0.4 * (site in sites) for site in range(3)]
+    keys = rng.keys(block.site, 3)
+    y = fused.block(x, None, block.tensors(), keys, rates, 2, eps, True)[0]
+    assert (y - plain).abs().max() < 1e-5
+    expected = torch.autograd.grad(plain, leaves, dy)
+    for got, right in zip(torch.autograd.grad(y, leaves, dy), expected, strict=True):
+        assert (got - right).abs().max() <= 2e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.2, 0.2)], ids=str)
 @pytest.mark.parametrize(
     ("D", "kept", "dtype", "names"),
     [
@@ -622,11 +807,16 @@ def test_a_block_of_kernels_is_the_block(
     ],
 )
 def test_a_block_with_gelu_in_its_products_is_the_block(
-    D: int, kept: int, dtype: torch.dtype, names: list[str], monkeypatch: pytest.MonkeyPatch
+    D: int,
+    kept: int,
+    dtype: torch.dtype,
+    names: list[str],
+    rates: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where a row fits a tile, and act does not have to be computed once more."""
     torch.manual_seed(0)
-    block = block_of(D, 80, D // 16, 20).to(dtype)
+    block, rng = block_of(D, 80, D // 16, 20, rates).to(dtype), draws(3)
     for norm in (block.attention_norm, block.ffn_norm):
         norm.float()
     x, dy = draw(3, 20, D, dtype=dtype).requires_grad_(), draw(3, 20, D, dtype=dtype)
@@ -641,7 +831,7 @@ def test_a_block_with_gelu_in_its_products_is_the_block(
     monkeypatch.setattr(fused, "KEPT", kept)
     results: list[list[Tensor]] = []
     for block.fused in (True, False):
-        y = block(x, None, None)
+        y = block(x, None, rng, keys=rng.keys(block.site, 3))
         results.append([y.detach(), *torch.autograd.grad(y, [x, *block.tensors()], dy)])
     assert ran == names
     bound = 1e-4 if dtype == torch.float32 else 0.05 if CUDA else 0.02
@@ -650,6 +840,7 @@ def test_a_block_with_gelu_in_its_products_is_the_block(
         assert (got - right).abs().max() <= bound * right.abs().max()
 
 
+@pytest.mark.parametrize("sites", [(), (0,), (1,), (2,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize(
     ("T", "D", "width", "lengths"),
     [
@@ -660,31 +851,41 @@ def test_a_block_with_gelu_in_its_products_is_the_block(
     ],
 )
 def test_a_layer_that_stays_on_chip_is_the_block(
-    T: int, D: int, width: int, lengths: Sequence[Any] | None
+    T: int, D: int, width: int, lengths: Sequence[Any] | None, sites: tuple[int, ...]
 ) -> None:
+    """sites: where something is dropped."""
     torch.manual_seed(T)
     B = len(lengths) if lengths else 2
-    block = block_of(D, width, 1, T).double()
+    if sites and lengths == [33, 1, 9, 5, 0]:  # attention written out has no number for nothing
+        lengths = [33, 1, 9, 5, 2]
+    block, rng = block_of(D, width, 1, T, (0.3, 0.3)).double(), draws(B)
+    drops = [drop_of(rng, 0.3, block.site + n) if n in sites else None for n in range(3)]
     weights = [w.detach().float() for w in block.tensors()]
     mask = mask_of(T, lengths)
     x, dy = draw(B, T, D), draw(B, T, D)
     leaves = [x.double().requires_grad_(), *block.tensors()]
-    exact = block(leaves[0], bias_of(mask), None)
+    part = At(rng, tuple(block.site + site for site in sites)) if sites else None
+    exact = block(leaves[0], bias_of(mask), part)
     expected = torch.autograd.grad(exact, leaves, dy.double())
     eps = block.config.layer_norm_eps
-    y, *kept = kernels.layer(x, mask, weights, eps)
-    dx, sums, half = kernels.layer_backward(dy, x, mask, weights, kept, eps)
+    y, *kept = kernels.layer(x, mask, weights, eps, drops=drops)
+    dx, sums, half = kernels.layer_backward(dy, x, mask, weights, kept, eps, drops=drops)
     parts = sums.split([w.numel() for w in weights])
     for got, right in zip((y, dx, *parts), (exact.detach(), *expected), strict=True):
         assert (got.flatten() - right.flatten()).abs().max() <= 1e-5 * right.abs().max()
     assert torch.equal(half, sums)
 
 
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.2, 0.2)], ids=str)
 @pytest.mark.parametrize("lengths", [[6], [[4, 3]]])
-def test_a_layer_of_one_head_of_64_stays_on_chip(lengths: Sequence[Any]) -> None:
+def test_a_layer_of_one_head_of_64_stays_on_chip(
+    lengths: Sequence[Any], rates: tuple[float, float]
+) -> None:
     """Through autograd, in the working type, against the block of separate kernels."""
     torch.manual_seed(0)
-    block = block_of(64, 64, 1, 9).to(NARROW)
+    block = block_of(64, 64, 1, 9, rates).to(NARROW)
+    rng, rate = draws(1), [rates[0], *rates]
+    keys, eps = rng.keys(block.site, 3), block.config.layer_norm_eps
     for norm in (block.attention_norm, block.ffn_norm):
         norm.float()
     x = draw(1, 9, 64, dtype=NARROW).requires_grad_()
@@ -697,8 +898,8 @@ def test_a_layer_of_one_head_of_64_stays_on_chip(lengths: Sequence[Any]) -> None
     assert not fused.stays_on_chip(x.float(), block.config)
     results: list[tuple[Tensor, ...]] = []
     for y in (
-        block(x, mask[:, None, None], None),
-        fused.block(x, mask, block.tensors(), 1, block.config.layer_norm_eps, True)[0],
+        block(x, mask[:, None, None], rng, keys=keys),
+        fused.block(x, mask, block.tensors(), keys, rate, 1, eps, True)[0],
     ):
         results.append((y, *torch.autograd.grad(y, leaves, dy)))
     for got, right in zip(*results, strict=True):
@@ -734,7 +935,7 @@ def test_a_long_block_with_padding_is_that_of_plain_pytorch() -> None:
     results = [block(h, bias_of(mask), None) for block.fused in (False, True)]
     assert torch.equal(*results)
     with pytest.raises(AssertionError, match="no padding"):
-        fused.block(h, mask, block.tensors(), 3, 1e-6, True)
+        fused.block(h, mask, block.tensors(), *NONE, 3, 1e-6, True)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -785,13 +986,19 @@ def test_torchs_attention_is_called_as_it_wants_to_be() -> None:
         assert got.is_contiguous()
 
 
-@pytest.mark.parametrize("kind", ["full", "padded", "packed"])
-def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: str) -> None:
-    padded = kind != "full"
+@pytest.mark.parametrize("rates", [(0.0, 0.0), (0.1, 0.1), (0.2, 0.0)], ids=str)
+@pytest.mark.parametrize("kind", ["full", "padded", "packed", "one network"])
+def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(
+    kind: str, rates: tuple[float, float]
+) -> None:
+    padded = kind in ("padded", "packed")
     torch.manual_seed(0)
     c = recipe("tiny")
-    encoder = replace(c.encoder, layers=2, dropout=0.0, attention_dropout=0.0)
-    c = replace(c, encoder=encoder, generator=replace(c.generator, depth=0.5))
+    encoder = replace(c.encoder, layers=2, dropout=rates[0], attention_dropout=rates[1])
+    generator = replace(c.generator, depth=0.5)
+    if kind == "one network":  # which draws otherwise in its first pass
+        generator = replace(c.generator, width=1.0, depth=1.0, sharing="all")
+    c = replace(c, encoder=encoder, generator=generator)
     objective = build_objective(c, 333, SpecialIds(0, 1, 2, 3, 4), padded=padded).to(DEVICE)
     for parameter in objective.parameters():
         if parameter.dim() > 1:
@@ -816,7 +1023,16 @@ def test_a_step_of_kernels_has_the_losses_and_gradients_of_the_objective(kind: s
     kerneled = objective(batch, rng)
     for name, a, b in zip(plain._fields, kerneled, plain, strict=True):
         assert abs(float(a.detach()) - float(b.detach())) <= 1e-5 * abs(float(b.detach())), name
-    for got, right in zip(torch.autograd.grad(kerneled.total, parameters), expected, strict=True):
+    gradients = torch.autograd.grad(kerneled.total, parameters)
+    for got, right in zip(gradients, expected, strict=True):
+        assert (got - right).abs().max() <= 1e-4 * right.abs().max().clamp(min=1e-6)
+    if kind != "padded":
+        return
+    total = 0.0  # of micro-batches
+    for rows in (slice(2), slice(2, 3)):
+        part = Batch(*(t if t is None or t.dim() == 0 else t[rows] for t in batch))
+        total += objective(part, rng._replace(rows=rng.rows[rows])).total
+    for got, right in zip(torch.autograd.grad(total, parameters), gradients, strict=True):
         assert (got - right).abs().max() <= 1e-4 * right.abs().max().clamp(min=1e-6)
 
 
@@ -831,29 +1047,34 @@ def test_what_the_compiler_is_told_of_the_operators_is_true() -> None:
     ]
     mask = torch.ones(B, T, dtype=torch.bool, device=DEVICE)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for keep in (True, False):
-        torch.library.opcheck(fused.block, (x, mask, weights, 2, 1e-6, keep), test_utils=tests)
+    drawn = draws(B).keys(0, 3), [0.1, 0.1, 0.2]
+    for keep, drops in ((True, NONE), (False, drawn)):
+        arguments = (x, mask, weights, *drops, 2, 1e-6, keep)
+        torch.library.opcheck(fused.block, arguments, test_utils=tests)
     long = draw(1, fused.LONGEST + 1, D).requires_grad_()
-    torch.library.opcheck(fused.block, (long, None, weights, 2, 1e-6, False), test_utils=tests)
+    arguments = (long, None, weights, *NONE, 2, 1e-6, False)
+    torch.library.opcheck(fused.block, arguments, test_utils=tests)
     e, table, bias = (draw(*s).requires_grad_() for s in ((4, 16), (70, 16), (70,)))
     targets, u = torch.randint(70, (4,)).to(DEVICE), torch.rand(4).to(DEVICE)
     torch.library.opcheck(fused.guess, (e, table, bias, targets, u), test_utils=tests)
-    kept = list(fused.block(x, mask, weights, 2, 1e-6, True)[1:])
+    kept = list(fused.block(x, mask, weights, *NONE, 2, 1e-6, True)[1:])
     with torch.no_grad():
-        arguments = (draw(B, T, D), x, mask, weights, kept, 2)
-        torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
-        kept = list(fused.block(long, None, weights, 2, 1e-6, False)[1:])
-        arguments = (draw(*long.shape), long, None, weights, kept, 2)
+        for drops in (NONE, drawn):
+            arguments = (draw(B, T, D), x, mask, weights, kept, *drops, 2)
+            torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
+        kept = list(fused.block(long, None, weights, *NONE, 2, 1e-6, False)[1:])
+        arguments = (draw(*long.shape), long, None, weights, kept, *NONE, 2)
         torch.library.opcheck(fused.block_backward, arguments, test_utils=tests)
     ids = torch.randint(70, (3, 5)).to(DEVICE)
     torch.library.opcheck(fused.look_up, (ids, table), test_utils=tests)
     with torch.no_grad():
         torch.library.opcheck(fused.look_up_backward, (draw(3, 5, 16), ids, 70), test_utils=tests)
-    torch.library.opcheck(fused.layer, (x, mask, few, 1e-6), test_utils=tests)
-    y, *kept = fused.layer(x, mask, few, 1e-6)
-    with torch.no_grad():
-        arguments = (y, x, mask, few, kept, 1e-6)
-        torch.library.opcheck(fused.layer_backward, arguments, test_utils=tests)
+    for drops in (NONE, drawn):
+        torch.library.opcheck(fused.layer, (x, mask, few, *drops, 1e-6), test_utils=tests)
+        y, *kept = fused.layer(x, mask, few, *drops, 1e-6)
+        with torch.no_grad():
+            arguments = (y, x, mask, few, kept, *drops, 1e-6)
+            torch.library.opcheck(fused.layer_backward, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -976,6 +1197,21 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], dtype: torch.dtype, 
     assert fused.unfit(fitting, torch.bfloat16, padded=True) is None
     config = replace(fitting, encoder=replace(fitting.encoder, **changes))
     assert re.search(said, fused.unfit(config, dtype, padded=False) or "")
+
+
+def test_dropout_fits_once_it_is_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = recipe("small")
+    assert small.encoder.dropout
+    assert small.encoder.attention_dropout
+    long = replace(small, data=replace(small.data, sequence_length=fused.LONGEST + 1))
+    alone = replace(long, encoder=replace(long.encoder, attention_dropout=0.0))
+    for c in (small, long, alone):
+        assert fused.unfit(c, torch.bfloat16, padded=False) == "dropout"
+    monkeypatch.setattr(fused, "DROPOUT", True)
+    assert fused.unfit(small, torch.bfloat16, padded=True) is None
+    assert fused.unfit(alone, torch.bfloat16, padded=False) is None
+    said = fused.unfit(long, torch.bfloat16, padded=False)
+    assert said == "attention dropout in sequences longer than 128 tokens"
 
 
 def test_long_sequences_fit_if_they_are_not_padded() -> None:
