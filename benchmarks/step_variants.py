@@ -8,8 +8,9 @@ of torch's inductor, and values of the package's modules (`set`), where a way th
 yet can have a switch; by its values it has a folder of compiled code of its own, since torch's key
 does not know what our operators are made of. The table at the end has tokens per second, memory,
 the seconds until the first step, and the mean loss of the first steps, which are the same for all
-variants of a batch: they have to agree to about a thousandth. With `--profile` it has the kernels
-by kind of `plain` and of all variants of own kernels.
+variants of a batch with the same dropout (the paper's in those called so, else none): they have to
+agree to about a thousandth. With `--profile` it has the kernels by kind of what is called plain and
+of all variants of own kernels.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ TOGETHER = "STEP_VARIANTS_TOGETHER"  # how many processes were started
 FIRST = 64  # steps whose losses are compared
 GEMM = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN,TRITON"}
 KERNELS = {"run.kernels": "yes"}
+PAPER = {"encoder.dropout": 0.1, "encoder.attention_dropout": 0.1}
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "kernels": {"settings": KERNELS},
     "kept": {"settings": KERNELS, "set": {"fused.KEPT": 2**40}},
     "computed again": {"settings": KERNELS, "set": {"fused.KEPT": 0}},
     "plain": {},
+    "dropout kernels": {"settings": {**KERNELS, **PAPER}, "set": {"fused.DROPOUT": True}},
+    "dropout plain": {"settings": PAPER},
     "muon": {"settings": {**KERNELS, "optim.kind": "muon"}},
     "gemm": {"inductor": GEMM},
     "pointwise": {"inductor": {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}},
@@ -184,7 +188,7 @@ def measure(a: Arguments, name: str, batch: int) -> dict[str, Any]:
             short = {"flash": "FLASH", "mem_efficient": "EFFICIENT", "cudnn": "CUDNN"}
             on = short.get(other, "MATH") in backend
             getattr(torch.backends.cuda, f"enable_{other}_sdp")(on)
-    look = a.profile and (name == "plain" or "run.kernels" in variant.get("settings", {}))
+    look = a.profile and ("plain" in name or "run.kernels" in variant.get("settings", {}))
     row = timed(config, corpus, runtime, a.out, a.rounds, a.seconds, profile=look, first=FIRST)
     return {"variant": name, "batch": batch, **row}
 
