@@ -47,7 +47,7 @@ _EMBEDDING = ("length", "batch_tokens", "threads")
 
 @contextlib.contextmanager
 def _interruptible() -> Generator[None]:
-    """An interrupted cell ends as one does; what it had done is saved."""
+    """Stopped becomes KeyboardInterrupt, as a notebook expects; everything is saved."""
     try:
         yield
     except Stopped:
@@ -230,7 +230,7 @@ class Model:
 
     @torch.inference_mode()
     def encode(self, text: str) -> Encoded:
-        """The states of every token, for whatever they are good for."""
+        """The tokens of a text and the encoder's state of each."""
         (text,) = _texts(text, "encode")
         network = self.networks.discriminator or self.networks.network("generator")
         tokenizer, longest = self.networks.needed_tokenizer(), network.config.max_positions

@@ -39,7 +39,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, site=site + 3 * i + 1, layer=i) for i in range(config.layers)
         )
-        self.site = site  # keys of the dropout draws, apart for every place in an encoder
+        self.site = site  # first dropout key; every dropout in the encoder has its own
 
     @property
     def working_dtype(self) -> torch.dtype:
@@ -87,8 +87,8 @@ class Encoder(nn.Module):
 
 
 def _lookup(rows: int, size: int) -> nn.Embedding:
-    """nn.Embedding(rows, size), whose draw would load torch's compiler where there are but shapes:
-    on the meta device, as when a model is read, that takes as long as importing torch."""
+    """nn.Embedding(rows, size), without its random draw on the meta device (used when a model is
+    read): there the draw would import torch's compiler, as slow as importing torch itself."""
     weight = torch.empty(rows, size)
     if not weight.is_meta:
         nn.init.normal_(weight)
@@ -129,7 +129,7 @@ class Embeddings(nn.Module):
             word = word + F.embedding(x, self.base.word.weight.detach())
         table, look_up = self.table("position"), fused.look_up if self.in_order else F.embedding
         place = table[: x.shape[1]] if position is None else look_up(position, table)
-        # Chosen, not looked up: the gradient of a lookup with two rows would be a queue.
+        # torch.where, no look-up: in the gradient of two rows all additions would queue up.
         first, second = self.table("segment")
         kind = torch.where(segment[..., None] == 0, first, second)  # (B, T, E)
         return self.norm(word + place + kind)  # (B, T, E)
@@ -163,7 +163,7 @@ class Block(nn.Module):
         keys: (3, B) of `rng` for the three sites of dropout, where own kernels draw them.
         """
         c = self.config
-        alike = mask is None or mask.shape[2] == 1  # what one query sees, all do
+        alike = mask is None or mask.shape[2] == 1  # every query sees the same keys
         if self.fused and only is None and alike and fused.takes(h, mask):
             mask = None if mask is None else mask[:, 0, 0]  # (B, T)
             rates = [c.dropout, c.dropout, c.attention_dropout]
@@ -367,8 +367,8 @@ def _look_at_neighbours(encoder: Encoder, P: int, draw: torch.Generator) -> None
     first C = 2 P channels start as sines and cosines of the position, free of word embeddings.
     Keys read them as they are, queries turned by f δ for each frequency f, so that place s seen
     from t scores Σ_f cos(f (t + δ − s)), highest at t + δ. The values of these heads start at full
-    size, so that what they find is seen above. The function class is the paper's; only the point
-    where training starts is another one.
+    size, so that what they find is seen above. The architecture is the paper's; only the start of
+    training differs.
     """
     c = encoder.config
     E, D, H, K = c.embedding_size, c.hidden_size, c.attention_heads, c.head_size

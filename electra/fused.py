@@ -39,7 +39,7 @@ KEPT = 10 * 2**28
 
 
 def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | None:
-    """What of a recipe these kernels do not do, on whatever device; None if they fit.
+    """What in a recipe these kernels do not support, on any device; None if they fit.
 
     padded: whether some sequences of the corpus are shorter than others, alone or in shared rows.
     """
@@ -63,7 +63,7 @@ def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | 
 
 
 def takes(x: Tensor, mask: Tensor | None) -> bool:
-    """Whether `block` can: torch's attention, for longer sequences, knows no padding."""
+    """Whether `block` supports it: above LONGEST it uses torch's attention, without padding."""
     return x.shape[1] <= LONGEST or mask is None
 
 
@@ -195,7 +195,7 @@ def _attention_backward(
 
 
 def _has_flash(x: Tensor) -> bool:
-    """Elsewhere, in tests alone, attention is written out."""
+    """False in tests only, where attention is written out."""
     return x.is_cuda and x.dtype != torch.float32
 
 
@@ -421,8 +421,8 @@ def _guess_backward(ctx: Any, dnll: Tensor, *_: Any) -> Any:
 guess.register_autograd(_guess_backward, setup_context=_keep_guess)
 
 
-# Where every bit is to be the same, the compiler leaves the gradient of a look-up to a kernel of
-# torch's that adds the rows of a token one after the other: [MASK] has thousands.
+# In deterministic mode the compiler leaves the gradient of a look-up to a kernel of torch that adds
+# the rows of a token one by one, and [MASK] has thousands.
 
 
 @torch.library.custom_op("electra::look_up", mutates_args=())

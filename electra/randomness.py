@@ -24,7 +24,7 @@ _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 class Purpose(enum.IntEnum):
-    """What a draw is for; each has a key of its own. Dropout has the numbers between."""
+    """What a draw is for: its key. Dropout sites take the numbers between the last two."""
 
     POSITIONS = 0  # which positions are masked
     SHOWN = 1  # [MASK], a random token or the token itself
@@ -80,7 +80,7 @@ class StepRng(NamedTuple):
 
 
 class SeededDropout:
-    """Dropout by torch's own kernels: one kernel a place, for steps that are not compiled.
+    """Dropout by torch's own kernels, one launch per site, for steps that are not compiled.
 
     Whoever trains calls `seed` before every step, so that the draws are a function of (seed, step)
     here too, though not the same ones on a CPU and on a GPU. A recorded CUDA graph reads the seed
@@ -94,13 +94,13 @@ class SeededDropout:
             self._own = self._default.clone_state()
 
     def seed(self, seed: int, step: int) -> None:
-        """Make the draws that follow those of this step."""
+        """Reseed: the draws that follow are those of this step."""
         word = _mix64(np.array([(seed * 0x9E3779B97F4A7C15 + step) % 2**64], dtype=np.uint64))
         self._own.manual_seed(int(word[0]) & 0x7FFFFFFFFFFFFFFF)
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
-        """Whatever draws inside the block, or is recorded there, draws from here."""
+        """Inside the block torch draws from this generator, also in a graph recorded there."""
         if self._own is self._default:
             yield
             return
@@ -138,8 +138,8 @@ def philox(
 def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """High and low word of a product of 32-bit words, in steps that stay below 2^49.
 
-    In one step it would run over int64, which wraps when PyTorch does it and is whatever the C++
-    compiler makes of it when that was compiled for a CPU.
+    The full product overflows int64: PyTorch's own kernels wrap around, but in code compiled for a
+    CPU signed overflow is undefined behaviour.
     """
     upper, lower = (x >> 16) * factor, (x & 0xFFFF) * factor
     middle = upper + (lower >> 16)
