@@ -48,7 +48,7 @@ from .errors import CorruptError, ElectraError, NumericError, Stopped, StopReque
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
 from .files import exclusive, json_bytes, read_json, reading, write_atomic
 from .heads import TaskModel, build_head, empty_model, initialise_head
-from .hf import LoadedEncoder, export_finetuned
+from .hf import LoadedEncoder, export_finetuned, refuse_foreign
 from .optim import Adam, learning_rate
 from .randomness import SeededDropout
 from .rundir import differences
@@ -481,6 +481,7 @@ def finetune(
         what = "Several processes cannot share a fine-tuning."
         fix = "start it without torchrun; one GPU trains several seeds at once"
         raise ElectraError(what, where="WORLD_SIZE", fix=fix)
+    refuse_foreign(out / "model")  # before hours of work, not behind them
     before = read_json(out / "finetune.json")
     if not _has_past(out):
         before = {}

@@ -464,6 +464,15 @@ def export_finetuned(
         _compare(temporary, network, again.model, tokenizer)
 
 
+def refuse_foreign(out: Path) -> None:
+    """Nothing but an earlier export is replaced by another one."""
+    is_export = (out / "electra.json").is_file()
+    if out.exists() and not is_export and (not out.is_dir() or any(out.iterdir())):
+        what = "There is something else at the place of the export."
+        fix = "choose a new or empty directory, or an earlier export, which is replaced"
+        raise ElectraError(what, where=str(out), fix=fix)
+
+
 @contextmanager
 def _replacing(out: Path) -> Generator[Path]:
     """A directory beside `out` that takes its place when the block ends, or vanishes with it."""
@@ -476,11 +485,7 @@ def _replacing(out: Path) -> Generator[Path]:
 
     with storage_errors(out):
         put_back()
-    is_export = (out / "electra.json").is_file()
-    if out.exists() and not is_export and (not out.is_dir() or any(out.iterdir())):
-        what = "There is something else at the place of the export."
-        fix = "choose a new or empty directory, or an earlier export, which is replaced"
-        raise ElectraError(what, where=str(out), fix=fix)
+    refuse_foreign(out)
     try:
         with storage_errors(out):
             for left_over in (temporary, before):

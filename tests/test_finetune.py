@@ -921,6 +921,16 @@ def test_a_run_that_saved_nothing_takes_other_settings(
     assert_same(outcome(tmp_path / "run"), outcome(tmp_path / "new"))
 
 
+def test_what_lies_at_the_place_of_the_model_is_seen_before_training(
+    tune: Tune, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine").touch()
+    with pytest.raises(ElectraError, match="something else at the place of the export"):
+        tune(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_another_model_is_refused(tokenizer: Tokenizer, tune: Tune, tmp_path: Path) -> None:
     tune(tmp_path)
     with pytest.raises(ElectraError, match="another model"):
