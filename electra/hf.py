@@ -476,6 +476,8 @@ def refuse_foreign(out: Path) -> None:
 @contextmanager
 def _replacing(out: Path) -> Generator[Path]:
     """A directory beside `out` that takes its place when the block ends, or vanishes with it."""
+    if out.is_symlink():  # what it leads to is replaced: the link is somebody's, and stays
+        out = out.resolve()
     temporary, before = (out.with_name(f".{out.name}.{end}") for end in ("tmp", "before.tmp"))
 
     def put_back() -> None:

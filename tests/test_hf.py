@@ -384,6 +384,19 @@ def test_an_export_replaces_an_export_and_nothing_else(vocabulary: Path, tmp_pat
     assert file.read_text() == "mine"
 
 
+def test_an_export_through_a_link_leaves_the_link(vocabulary: Path, tmp_path: Path) -> None:
+    real, link = tmp_path / "disk" / "model", tmp_path / "link"
+    real.mkdir(parents=True)
+    link.symlink_to(real)
+    objective = objective_of(settings(kind="mlm"), vocabulary)
+    for step in (1, 2):
+        hf.export(objective, settings(kind="mlm"), vocabulary, link, step=step)
+        assert json.loads((real / "electra.json").read_bytes())["step"] == step
+    assert link.is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "link"]
+
+
 def test_a_failed_check_keeps_what_was_there(
     vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
