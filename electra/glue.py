@@ -129,9 +129,14 @@ def glue(
         if name == "wnli" and wnli == "majority":
             results[name] = _majority(name, data, here)
         else:
-            told: dict[str, Any] = {"task": name, "quiet": quiet, "note": note}
+            told: dict[str, Any] = {"task": name, "quiet": quiet}
+            told["note"] = partial(_note_of, name, note)
             results[name] = finetune_task(start, data, here, config, **told)
     return {name: results[name] for name in present if name in results}
+
+
+def _note_of(name: str, note: Callable[[str], object], text: str) -> None:
+    note(f"{name}: {text}")
 
 
 def _majority(name: str, data: Path, out: Path) -> dict[str, Any]:

@@ -449,9 +449,11 @@ def test_the_majority_answers_wnli(whole: Path) -> None:
 
 
 def test_wnli_can_be_trained(model: Path, folder: Path, tmp_path: Path) -> None:
-    settings = FinetuneConfig(epochs=1.0, batch_size=8, device="cpu", threads=1)
-    only = ("wnli", "cola")
-    results = glue.glue(model, folder, tmp_path, settings, only=only, wnli="train", quiet=True)
+    notes = list[str]()
+    settings = FinetuneConfig(epochs=1.0, batch_size=8, length=4, device="cpu", threads=1)
+    told: dict[str, Any] = {"only": ("wnli", "cola"), "quiet": True, "note": notes.append}
+    results = glue.glue(model, folder, tmp_path, settings, wnli="train", **told)
+    assert [note.partition(": ")[0] for note in notes] == ["cola", "wnli"]  # what each is about
     assert list(results) == ["cola", "wnli"]  # in the order of the table
     for name, result in results.items():
         assert result == json.loads((tmp_path / name / "results.json").read_bytes())
