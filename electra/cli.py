@@ -258,7 +258,7 @@ class PretrainCommand(Command):
 
     def _prepare_inside(self) -> Path:
         """Tokenizer and corpus of --input, inside the run directory."""
-        from .files import exclusive
+        from .files import exclusive, json_bytes, read_json, write_atomic
         from .sources import receive
         from .tokenizer import Tokenizer, train_tokenizer
 
@@ -273,10 +273,18 @@ class PretrainCommand(Command):
             from .hf import load_pretrained
 
             load_pretrained(self.init).needed_tokenizer().save(source)
-        elif self.tokenizer is None and not (source / "tokenizer.json").exists():
-            options = self.given("vocab_size", "lowercase", "column")
-            with exclusive(self.out):
-                train_tokenizer(inputs, **options).save(source)
+        elif self.tokenizer is None:
+            asked, record = self.given("vocab_size", "lowercase"), made / "asked.json"
+            before = read_json(record) or asked
+            if not (source / "tokenizer.json").exists():
+                with exclusive(self.out):
+                    made.mkdir(exist_ok=True)
+                    write_atomic(record, json_bytes(asked))
+                    train_tokenizer(inputs, column=self.column, **asked).save(source)
+            elif before != asked:
+                what = f"The tokenizer of this run was asked for with {before}, now with {asked}."
+                fix = "give what it was trained with, or choose another --out"
+                raise ElectraError(what, where=str(source), fix=fix)
         length, tokenizer = self.settings.data.sequence_length, Tokenizer.load(source)
         builder = self.builder or ("segments" if self.profile == "released" else "packed")
         options = {"builder": builder, "column": self.column}

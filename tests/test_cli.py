@@ -404,6 +404,10 @@ def test_text_alone_is_enough_to_train(
     assert electra(*arguments) == 0  # complete: nothing is made or trained again
     assert (run / "metrics.jsonl").read_bytes() == before
     capsys.readouterr()
+    for other in (["--vocab-size", "98"], ["--no-lowercase"]):
+        assert "asked for with" in refused(capsys, *arguments, *other)
+    (run / "made" / "asked.json").unlink()  # as of a run from before it was written
+    assert electra(*arguments) == 0
 
 
 @pytest.mark.parametrize(
