@@ -242,6 +242,8 @@ class PretrainCommand(Command):
         from .corpus import Corpus
         from .pretrain import pretrain
 
+        for name in self._without_effect():
+            _note(f"warning: --{name.replace('_', '-')} has no effect here")
         corpus = Corpus.open(self.corpus or self._prepare_inside())
         options = self.given("force", "quiet")
         if self.init is not None:
@@ -255,6 +257,13 @@ class PretrainCommand(Command):
         if int(os.environ.get("RANK", 0)) == 0 and not self.quiet:
             here, export = shlex.quote(str(self.out)), shlex.quote(f"{self.out}/export")
             print(f"done: {self.out}\nnext: electra export {here} --out {export}")
+
+    def _without_effect(self) -> list[str]:
+        """Flags that were given for what is there already: a corpus, or a tokenizer."""
+        of_tokenizer, of_corpus = ("vocab_size", "lowercase"), ("tokenizer", "builder", "column")
+        names = of_tokenizer if self.corpus or self.tokenizer or self.init else ()
+        names += of_corpus if self.corpus else ()
+        return [name for name in names if getattr(self, name) != getattr(type(self), name)]
 
     def _prepare_inside(self) -> Path:
         """Tokenizer and corpus of --input, inside the run directory."""

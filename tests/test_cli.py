@@ -421,6 +421,19 @@ def test_text_is_cut_as_the_profile_says(
     assert Corpus.open(tmp_path / "made" / "corpus").manifest.settings["builder"] == builder
 
 
+def test_a_flag_of_the_text_is_not_silently_left_out(
+    capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
+) -> None:
+    flags = ["--vocab-size", "97", "--no-lowercase", "--builder", "segments", "--quiet"]
+    common = ["pretrain", *MICRO, "--corpus", corpus.path, "--out", tmp_path / "run"]
+    assert electra(*common, *flags) == 0
+    told = capsys.readouterr().err
+    lines = [f"warning: --{n} has no effect here" for n in ("vocab-size", "lowercase", "builder")]
+    assert told.splitlines() == lines
+    assert electra(*common, "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_training_continues_from_an_export(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
