@@ -272,6 +272,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         "--out", p.file("mine", "")
     ),
     ("prepare", "the output holds another corpus"): begun_otherwise,
+    ("prepare", "the output lies inside of the text"): lambda p: p.prepare(
+        source=p.file("a.txt", "one\ntwo\n").parent
+    ),
     ("prepare", "the notes of an earlier try are damaged"): unreadable_notes,
     # check
     ("check", "neither text nor corpus is given"): lambda _: ["check"],
@@ -294,6 +297,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         *("plan", "--config", p.file("a.toml", '[run]\nseed = "1"\n')),
     ],
     ("plan", "a setting is out of range"): lambda _: ["plan", "--optim.learning-rate", "-1"],
+    ("plan", "a number is not above 0"): lambda _: ["plan", "--tokens-per-second", "0"],
     ("plan", "heads do not divide the width"): lambda _: ["plan", "--encoder.hidden-size", "250"],
     ("plan", "the generator has no whole size"): lambda _: ["plan", "--generator.width", "0.3"],
     ("plan", "sequences are longer than the positions"): lambda _: [
@@ -394,6 +398,12 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("finetune", "a row has too many columns"): lambda p: p.finetune("text,label\na,b,c\n"),
     ("finetune", "a quotation mark is not closed"): lambda p: p.finetune('text,label\n"a,b\n'),
     ("finetune", "two columns have one name"): lambda p: p.finetune("text,text\na,b\n"),
+    ("finetune", "the columns are no texts and a label"): lambda p: p.finetune(
+        f"text,label\n{ROWS}", "--text", "text,text"
+    ),
+    ("finetune", "a label is a list"): lambda p: p.finetune(
+        '{"text": "a", "label": ["b"]}\n', name="my.jsonl"
+    ),
     ("finetune", "a label is missing"): lambda p: p.finetune(f"text,label\na,\n{ROWS}"),
     ("finetune", "a label is no number"): lambda p: p.finetune(
         f"text,label\na,b\n{ROWS}", "--kind", "regression"
@@ -435,6 +445,10 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("predict", "the model is damaged"): damaged_model,
     ("predict", "two texts where one is read"): lambda p: p.predict("a\tb"),
     ("predict", "a column is missing"): lambda p: p.predict(p.file("a.csv", "txt\na\n")),
+    ("predict", "the file does not exist"): lambda p: p.predict(p.here / "none.csv"),
+    ("predict", "answers have no such format"): lambda p: p.predict(
+        "a", "--out", p.here / "a.xlsx"
+    ),
     ("predict", "the output cannot be written"): lambda p: p.predict(
         "a river", "--out", p.file("mine", "") / "a.csv"
     ),
