@@ -213,8 +213,8 @@ def _tune(
     """The accuracy of every seed."""
     labels = ("as it was", "changed")
     task = Task(name="word order", kind="classification", metric="accuracy", labels=labels)
-    settings |= {"batch_size": 16, "length": 32, "dropout": 0.0, "attention_dropout": 0.0}
-    settings["eval_every"] = "end"
+    settings |= {"batch_size": 16, "dropout": 0.0, "attention_dropout": 0.0, "eval_every": "end"}
+    settings["length"] = min(32, model.config.max_positions)
     config = resolve(FinetuneConfig(seeds=SEEDS, **settings), model.config, task)
     data = TextData(Loaded(task, splits), model.tokenizer, config)
     results = finetune(config, model, data, out / kind, quiet=True)
