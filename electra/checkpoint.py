@@ -61,8 +61,9 @@ class Checkpoint:
 class Saver:
     """Writes checkpoints of one run; the writing happens in a thread beside the training."""
 
-    def __init__(self, directory: Path, *, keep: int) -> None:
-        self.directory, self.keep = directory, keep
+    def __init__(self, directory: Path, *, keep: int, keep_every: int | None = None) -> None:
+        """Of older ones than the newest `keep`, only the multiples of `keep_every` stay."""
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
         # Called when there is no room; the save is tried again when it returns.
         self.on_full: Callable[[DiskFull], object] | None = None
         self._thread: threading.Thread | None = None
@@ -163,7 +164,9 @@ class Saver:
             _short_turns.end()
 
     def _prune(self) -> None:
-        for path in [*saved_steps(self.directory).values()][self.keep :]:
+        for step, path in [*saved_steps(self.directory).items()][self.keep :]:
+            if self.keep_every is not None and step % self.keep_every == 0:
+                continue
             fault_point("before_prune")
             # Renamed first, so that a crash in the middle never leaves half a checkpoint by name.
             doomed = path.with_name(f".tmp-pruned-{path.name}")

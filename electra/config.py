@@ -324,6 +324,9 @@ class RunConfig(Settings):
     """Steps between two checkpoints."""
     keep_checkpoints: Count = 2
     """Newest checkpoints that are kept."""
+    keep_every: Count | None = None
+    """Checkpoints whose step is a multiple of it are kept as well, all of them: a multiple of
+    save_every, at whose steps they are made."""
     tracker: Literal["auto", "none", "tensorboard", "trackio", "wandb", "mlflow"] = "auto"
     """Where the numbers go besides metrics.jsonl; auto: TensorBoard if installed. Nothing leaves
     the machine unless the tracker's own environment variables ask for it (docs/trackers.md)."""

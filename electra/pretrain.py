@@ -133,8 +133,10 @@ class Run:
                 frequencies=torch.from_numpy(counts),
             ).to(runtime.device)
         checkpoints = out / "checkpoints"
-        keep = config.run.keep_checkpoints
-        self.saver = Saver(checkpoints, keep=keep) if runtime.is_main else None
+        keep, every = config.run.keep_checkpoints, config.run.keep_every
+        self.saver: Saver | None = None
+        if runtime.is_main:
+            self.saver = Saver(checkpoints, keep=keep, keep_every=every)
         self.early_warnings: list[str] = []
         if not runtime.is_main:  # the main process looks first: it sets damaged checkpoints aside
             runtime.agree(0.0)

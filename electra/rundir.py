@@ -48,6 +48,7 @@ _MAY_CHANGE = (
     "run.eval_batches",
     "run.save_every",
     "run.keep_checkpoints",
+    "run.keep_every",
     "run.tracker",
     "run.max_bad_steps",
     "run.on_disk_full",

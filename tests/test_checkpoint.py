@@ -23,7 +23,13 @@ from conftest import disk_events
 from torch import Tensor
 
 from electra import checkpoint
-from electra.checkpoint import Saver, load_newest, read_checkpoint, write_checkpoint
+from electra.checkpoint import (
+    Saver,
+    load_newest,
+    read_checkpoint,
+    saved_steps,
+    write_checkpoint,
+)
 from electra.errors import CorruptError, ElectraError, NumericError
 from electra.files import json_bytes
 
@@ -368,6 +374,22 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000012", "step-00000016"]
 
 
+def test_multiples_are_kept_beside_the_newest(tmp_path: Path) -> None:
+    def saved(*steps: int, **kept: int) -> list[int]:
+        saver = Saver(tmp_path, **kept)
+        for step in steps:
+            saver.save(step, tensors(step), {"seconds": step / 3})
+        saver.wait()
+        return sorted(saved_steps(tmp_path))
+
+    assert saved(4, 8, 12, 16, 20, keep=2, keep_every=8) == [8, 16, 20]
+    assert saved(24, 28, keep=2, keep_every=8) == [8, 16, 24, 28]
+    assert saved(32, keep=3, keep_every=16) == [16, 24, 28, 32]  # also what was kept before goes
+    for step in saved_steps(tmp_path):
+        assert_is(read_checkpoint(tmp_path / f"step-{step:08d}"), step)
+    assert saved(36, keep=2) == [32, 36]
+
+
 def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     written(tmp_path, 4)
     (tmp_path / ".tmp-step-00000008").mkdir()
@@ -422,7 +444,7 @@ import os, resource, signal, sys
 from pathlib import Path
 from electra.checkpoint import Saver
 from test_checkpoint import IN_A_FILE, tensors
-saver = Saver(Path(sys.argv[1]), keep=int(sys.argv[2]))
+saver = Saver(Path(sys.argv[1]), keep=int(sys.argv[2]), keep_every=int(sys.argv[3]) or None)
 name, _, count = os.environ["ELECTRA_FAULT"].partition(":")
 for step in (4, 8, 12):
     if name == IN_A_FILE and step == 4 * int(count):
@@ -434,9 +456,9 @@ for step in (4, 8, 12):
 """
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize(("keep", "every"), [(1, 0), (2, 0), (1, 8)])
 def test_a_crash_at_any_point_leaves_a_good_checkpoint(
-    tmp_path: Path, keep: int, request: pytest.FixtureRequest
+    tmp_path: Path, keep: int, every: int, request: pytest.FixtureRequest
 ) -> None:
     """Every point, the first to the third time it is passed; all children run at once."""
     (tmp_path / "done").mkdir()
@@ -457,7 +479,7 @@ for name, count, directory in {[(n, c, str(d)) for d, (n, c) in children.items()
     child = os.fork()
     if child == 0:
         os.environ["ELECTRA_FAULT"] = f"{{name}}:{{count}}"
-        sys.argv = ["save", directory, "{keep}"]
+        sys.argv = ["save", directory, "{keep}", "{every}"]
         os.dup2(os.open(directory + ".log", os.O_CREAT | os.O_WRONLY), 1)
         exec(code)
         os._exit(0)
@@ -485,6 +507,7 @@ for name, count, directory in {[(n, c, str(d)) for d, (n, c) in children.items()
         assert found.step in (newest, newest + 4), (name, count)
         assert_is(found, found.step)
         assert not warnings, (name, count)
+        assert not every or "8" not in saved or 8 in saved_steps(directory), (name, count)
         Saver(directory, keep=keep)
         assert not list(directory.glob(".*"))
     # A save passes those of pruning only when there is something to prune.

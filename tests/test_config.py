@@ -300,6 +300,7 @@ WRONG: list[tuple[str, type, dict[str, Any]]] = [
     ("run.eval_batches", RunConfig, {"eval_batches": 0}),
     ("run.save_every", RunConfig, {"save_every": 0}),
     ("run.keep_checkpoints", RunConfig, {"keep_checkpoints": 0}),
+    ("run.keep_every", RunConfig, {"keep_every": 0}),
     ("run.max_bad_steps", RunConfig, {"max_bad_steps": 0}),
     ("length", FinetuneConfig, {"length": 2}),  # no room for a token
 ]

@@ -32,7 +32,7 @@ from electra import pretrain as loop
 from electra import runtime as runtimes
 from electra import trainer as trainers
 from electra.batches import Batches
-from electra.checkpoint import load_newest
+from electra.checkpoint import load_newest, saved_steps
 from electra.config import PretrainConfig, RunConfig, from_dict, to_dict
 from electra.corpus import Corpus, prepare
 from electra.errors import CorruptError, ElectraError, NumericError, Stopped
@@ -588,6 +588,21 @@ def test_what_does_not_make_another_experiment_may_change(
     assert saved is not None
     assert saved.step == 6
     assert json.loads((stopped_run / "run.json").read_bytes())["config"] == to_dict(config)
+
+
+def test_checkpoints_at_multiples_stay_for_as_long_as_that_is_asked_for(
+    micro: PretrainConfig, corpus: Corpus, stopped_run: Path
+) -> None:
+    """A continued run may begin with it, and leave it again."""
+
+    def kept(**run: Any) -> list[int]:
+        pretrain(with_run(micro, **run), corpus, stopped_run, quiet=True)
+        return sorted(saved_steps(stopped_run / "checkpoints"))
+
+    assert sorted(saved_steps(stopped_run / "checkpoints")) == [3]
+    assert kept(train_steps=20, keep_every=8) == [8, 16, 20]
+    assert kept(train_steps=28, keep_every=8) == [8, 16, 24, 28]
+    assert kept(train_steps=32) == [28, 32]
 
 
 def test_what_changed_is_in_the_log_and_in_the_record(
