@@ -17,6 +17,7 @@ A device draws less than its rated power most of the time; the host beside it is
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +146,8 @@ def of_pretraining(config: PretrainConfig, step: int | None, run: Path | None) -
     """The story of a run; without its directory, as far as the settings tell it."""
     if run is None:
         return Story({"Training": _rows(training_facts({"config": to_dict(config)}, step, None))})
-    record, found = read_json(run / "run.json"), report.read_pretraining(run, "")
+    until = math.inf if step is None else step  # nothing is told of what came after
+    record, found = read_json(run / "run.json"), report.read_pretraining(run, "", until=until)
     held = found["curves"]["eval"]
     names = {key: name for key, name in _LEARNED.items() if held[key]}
     sections = {"Training": _rows(training_facts(record, step, found["seconds"]))}

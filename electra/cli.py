@@ -307,6 +307,7 @@ class ExportCommand(Command):
     run_directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """A run of `electra pretrain`."""
     out: Path  # Gets the folders discriminator and generator.
+    step: int | None = None  # Step of the checkpoint; default: the newest.
     sentence_transformers: bool = False
     """Add to the first of them what makes it one that SentenceTransformer loads as well."""
     license: str = "unknown"  # Licence that the model cards state.
@@ -323,7 +324,8 @@ class ExportCommand(Command):
             what = f"Files of {limit} megabytes hold nothing."
             raise ElectraError(what, where="--shard-megabytes", fix="use a number above 0")
         storage = Storage(self.half, None if limit is None else int(1e6 * limit))
-        report = export_run(self.run_directory, self.out, license=self.license, storage=storage)
+        options = self.given("step", "license")
+        report = export_run(self.run_directory, self.out, storage=storage, **options)
         if self.sentence_transformers:
             from .embed import for_sentence_transformers
 

@@ -327,12 +327,17 @@ def networks_of(objective: Objective) -> tuple[Network, ...]:
 
 
 def export_run(
-    run: Path, out: Path, *, license: str = "unknown", storage: Storage = WHOLE
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    license: str = "unknown",
+    storage: Storage = WHOLE,
 ) -> ExportReport:
-    """Export the newest checkpoint of a run directory."""
+    """Export the newest checkpoint of a run directory, or that of `step`."""
     from .rundir import load_run  # imports the whole of training, which no reader here needs
 
-    loaded = load_run(run)
+    loaded = load_run(run, step=step)
     told: dict[str, Any] = {"step": loaded.step, "run": run, "license": license, "storage": storage}
     return export(loaded.objective, loaded.config, loaded.tokenizer_dir, out, **told)
 

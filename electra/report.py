@@ -166,10 +166,10 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if (path / "metrics.jsonl").is_file() else []
 
 
-def read_pretraining(path: Path, title: str) -> _Run:
-    """A run of `electra pretrain`."""
+def read_pretraining(path: Path, title: str, *, until: float = math.inf) -> _Run:
+    """A run of `electra pretrain`, up to the step `until`."""
     with reading(path / "metrics.jsonl", _FIX):
-        metrics = read_log(path)
+        metrics = [m for m in read_log(path) if m["step"] <= until]
         steps = max((int(m["step"]) for m in metrics), default=0)
         times = [float(m["seconds"]) for m in metrics if m["kind"] == "train"]
         held = [m for m in metrics if m["kind"] == "eval"]

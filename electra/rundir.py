@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
-from .checkpoint import has_any, load_newest, saved_steps
+from .checkpoint import Checkpoint, has_any, load_newest, read_checkpoint, saved_steps
 from .config import PretrainConfig, from_dict, to_dict
 from .corpus import Corpus
 from .errors import DiskFull, ElectraError
@@ -231,7 +231,7 @@ def keep_micro_batch(out: Path, stage: str, size: int) -> None:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The newest state of a run, for export and continued use."""
+    """The state of a run at one step, for export and continued use."""
 
     config: PretrainConfig
     objective: Objective
@@ -240,10 +240,11 @@ class LoadedRun:
     tokenizer_hash: str
 
 
-def load_run(run: Path) -> LoadedRun:
-    """The networks of a run directory at its newest intact checkpoint, float32 on the CPU."""
+def load_run(run: Path, *, step: int | None = None) -> LoadedRun:
+    """The networks of a run directory at its newest intact checkpoint, or that of `step`, float32
+    on the CPU."""
     record = read_json(run / "run.json")
-    saved = load_newest(run / "checkpoints", set_aside=False) if record else None
+    saved = _saved(run / "checkpoints", step) if record else None
     if not record or saved is None:
         raise ElectraError(
             "This is not a run with a checkpoint.",
@@ -267,6 +268,16 @@ def load_run(run: Path) -> LoadedRun:
         tokenizer, wanted = run / "tokenizer", record["tokenizer_hash"]
         Tokenizer.load(tokenizer).require(wanted, where=run)
         return LoadedRun(config, objective, saved.step, tokenizer, wanted)
+
+
+def _saved(checkpoints: Path, step: int | None) -> Checkpoint | None:
+    steps = saved_steps(checkpoints)
+    if step is None or not steps:
+        return load_newest(checkpoints, set_aside=False)
+    if step not in steps:
+        what, there = f"There is no checkpoint of step {step}.", ", ".join(map(str, sorted(steps)))
+        raise ElectraError(what, where=checkpoints, fix=f"there are those of {there}")
+    return read_checkpoint(steps[step])
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -19,6 +19,7 @@ from electra.corpus import Corpus
 from electra.errors import ElectraError
 from electra.flops import matmul_flops_per_token, paper_flops
 from electra.pretrain import pretrain
+from electra.runlog import read_metrics
 from electra.tasks import Task
 
 EVIL = 'x"\n---\nlicense: mit\n# h `c` <script>alert(1)</script> [l](http://e) **b** | '
@@ -69,6 +70,16 @@ def test_the_card_of_a_run_says_what_the_run_was(
         assert f'{loads}.from_pretrained("' in read.text
         assert 'electra.load("' in read.text
     assert hf.load_pretrained(tmp_path / "out").discriminator is not None
+
+
+def test_the_card_of_an_earlier_step_tells_nothing_of_later_ones(run: Path, tmp_path: Path) -> None:
+    hf.export_run(run, tmp_path / "out", step=16)
+    told = facts((tmp_path / "out" / "discriminator" / "README.md").read_text())
+    assert told["length"] == "16 steps of 8 × 23 tokens"
+    held = {m["step"]: m for m in read_metrics(run) if m["kind"] == "eval"}
+    assert sorted(held) == [6, 12, 18, 20]
+    assert told["discriminator, AUC (0.5 is chance)"] == f"{held[12]['disc_auc']:.4g}"
+    assert held[12]["disc_auc"] != held[18]["disc_auc"] != held[20]["disc_auc"]
 
 
 def test_without_a_licence_the_reader_is_told_to_choose(run: Path, tmp_path: Path) -> None:

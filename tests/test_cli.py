@@ -18,6 +18,7 @@ from torch import Tensor
 
 from electra import __version__, cli
 from electra import pretrain as loop
+from electra.checkpoint import read_checkpoint
 from electra.corpus import Corpus
 from electra.hf import load_pretrained
 from electra.rundir import load_run
@@ -374,6 +375,30 @@ def test_from_text_to_a_coloured_sentence(
     for model in (export, run):
         assert electra("detect", "all old birds see stones .", "--model", model) == 0
         assert "stones" in capsys.readouterr().out
+
+
+def test_any_checkpoint_that_is_there_can_be_exported(
+    capsys: pytest.CaptureFixture[str], corpus: Corpus, tmp_path: Path
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "export"
+    kept = ["--run.save-every", "4", "--run.keep-checkpoints", "1", "--run.keep-every", "4"]
+    assert electra("pretrain", *MICRO, "--corpus", corpus.path, "--out", run, "--quiet", *kept) == 0
+    seen: list[Tensor] = []
+    for step in (4, 8, 12):
+        assert electra("export", run, "--out", out, "--step", str(step)) == 0
+        assert json.loads((out / "electra.json").read_bytes())["step"] == step
+        (word,) = (n for n in load_pretrained(out).network("generator").tensors if "word" in n)
+        seen.append(load_pretrained(out).network("generator").tensors[word])
+        saved = read_checkpoint(run / "checkpoints" / f"step-{step:08d}").tensors["model"]
+        assert any(torch.equal(t, seen[-1]) for t in saved.values() if t.shape == seen[-1].shape)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    told = refused(capsys, "export", run, "--out", out, "--step", "7")
+    assert "no checkpoint of step 7" in told
+    assert "there are those of 4, 8, 12" in told
+    assert json.loads((out / "electra.json").read_bytes())["step"] == 12  # it is still there
+    os.truncate(run / "checkpoints" / "step-00000008" / "model.safetensors", 8)
+    assert electra("export", run, "--out", out, "--step", "8") == 3  # and no other is taken
 
 
 def test_text_for_a_model_that_exists_is_read_with_its_tokenizer(

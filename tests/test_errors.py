@@ -362,6 +362,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     # export
     ("export", "it is no run"): lambda p: ["export", p.here, "--out", p.out],
     ("export", "no checkpoint is intact"): lambda p: ["export", damaged_run(p), "--out", p.out],
+    ("export", "the step has no checkpoint"): lambda p: [
+        *("export", p.made.run, "--out", p.out, "--step", "1"),
+    ],
     ("export", "the licence is no name"): lambda p: [
         *("export", p.made.run, "--out", p.out, "--license", "My own: yes"),
     ],
