@@ -30,6 +30,7 @@ from .corpus import prepare as prepare_corpus
 from .detect import Detection
 from .embed import Vectors
 from .errors import ElectraError, Stopped, StopRequest, nearest
+from .evaluate import evaluate_model
 from .files import shipped_model
 from .glue import answer_questions, answer_texts, finetune_task
 from .pretrain import pretrain
@@ -227,6 +228,12 @@ class Model:
         given = [lines] if isinstance(lines, str) else lines
         checked = (line for one in given for line in _texts(one, "embed"))
         return embed.embed(hf.encoder_of(self.networks), checked, pooling=pooling, **settings)
+
+    def evaluate(self, corpus: Corpus | Place, **settings: Any) -> dict[str, Any]:
+        """What a run's `eval` lines have, for a corpus made with the model's tokenizer, and what it
+        is of; settings as for `electra evaluate`: `part="all"`."""
+        corpus = corpus if isinstance(corpus, Corpus) else Corpus.open(Path(corpus))
+        return evaluate_model(self.path, corpus, **settings)
 
     @torch.inference_mode()
     def encode(self, text: str) -> Encoded:

@@ -301,6 +301,46 @@ class PretrainCommand(Command):
         return made / "corpus"
 
 
+class EvaluateCommand(Command):
+    """Measure both networks on a corpus, as a run does on its held-out text."""
+
+    model: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
+    """A run, an export, a transformers ELECTRA or a TensorFlow checkpoint; default: models/small-en
+    of the checkout."""
+    corpus: Path  # A corpus made by `electra prepare` with the model's tokenizer.
+    part: Literal["held-out", "all"] = "held-out"  # Its held-out documents, or all of it.
+    batches: int | None = None
+    """Batches at most, spread evenly; default: as many as the model's run looked at."""
+    out: Path | None = None  # A .json file for the numbers, with model, corpus and machine.
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes the GPU when there is one.
+
+    def run(self) -> None:
+        from .corpus import Corpus
+        from .evaluate import evaluate_model
+        from .files import json_bytes
+        from .runlog import in_json
+
+        options = self.given("part", "batches", "device")
+        found = evaluate_model(_model(self.model), Corpus.open(self.corpus), **options)
+        rows = {
+            "generator's loss": "{mlm_loss:.3f} nats (token frequencies alone "
+            "{unigram_entropy:.3f})",
+            "generator's best guess": "{mlm_accuracy:.1%} right",
+        }
+        if found["disc_loss"] is not None:
+            rows["discriminator's loss"] = "{disc_loss:.4f}"
+            rows["discriminator's AUC"] = "{disc_auc:.3f}"
+            rows["precision, recall"] = "{disc_precision:.2f}, {disc_recall:.2f}"
+            rows["tokens replaced"] = "{replaced_percent:.1f} %"
+        rows["tokens looked at"] = "{tokens:,} of the part {part}"
+        rows["masked and sampled as by"] = "{masks_of}"
+        for label, form in rows.items():
+            print(f"{label:34} {form.format(**found)}")
+        if self.out is not None:
+            _write(self.out, json_bytes(in_json(found), indent=1))
+            print(self.out)
+
+
 class ExportCommand(Command):
     """Write a run's networks in the layout that transformers loads."""
 
@@ -447,7 +487,6 @@ class PredictCommand(Command):
     out: Path | None = None  # Where the answers go, as .jsonl, .csv or .tsv; default: the screen.
 
     def run(self) -> None:
-        from .files import storage_errors, write_atomic
         from .glue import format_rows, predict_rows
 
         suffix = self.out.suffix if self.out else ".jsonl"
@@ -459,9 +498,7 @@ class PredictCommand(Command):
         if self.out is None:
             print(data.decode(), end="")
         else:
-            with storage_errors(self.out):
-                self.out.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.out, data)
+            _write(self.out, data)
             print(f"{len(rows):,} answers in {self.out}")
 
 
@@ -781,7 +818,8 @@ def _check_out(command: Command) -> None:
     if out is not None and not getattr(command, "dry_run", False):
         from .files import check_place, exclusive
 
-        check_place(out.parent if isinstance(command, PredictCommand | EmbedCommand) else out)
+        is_file = isinstance(command, EvaluateCommand | PredictCommand | EmbedCommand)
+        check_place(out.parent if is_file else out)
         # Before anything heavy is imported; for long it is held where there is something to write.
         writers = PrepareCommand | PretrainCommand | FinetuneCommand | AblateCommand
         is_first = os.environ.get("RANK", "0") == "0"
@@ -893,6 +931,14 @@ def _model(named: Path | None) -> Path:
 def _note(text: str) -> None:
     """For a person, not for what is piped on."""
     print(text, file=sys.stderr, flush=True)
+
+
+def _write(file: Path, data: bytes) -> None:
+    from .files import storage_errors, write_atomic
+
+    with storage_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, data)
 
 
 def _print_export(report: Any) -> None:

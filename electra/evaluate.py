@@ -1,5 +1,7 @@
 """What the two networks can do on held-out text, and whether a run looks dead.
 
+`evaluate` looks at an objective in training, `evaluate_model` at a model on the disk.
+
 The masks of an evaluation are those of step 0 under a fixed seed, so that different steps, and runs
 with the same batch and masking settings, are compared on the same positions. So that they are
 compared on samples of the same kind, a generator whose temperature falls samples at 1 here.
@@ -7,20 +9,29 @@ compared on samples of the same kind, a generator whose temperature falls sample
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from . import runtime as runtimes
 from .batches import Block
-from .corpus import Examples
-from .errors import Stopped
-from .objectives import Batch, Objective, Predictions
+from .config import GeneratorConfig, OptimConfig, PretrainConfig, RunConfig, from_dict, to_dict
+from .corpus import Corpus, Examples
+from .detect import with_generator
+from .errors import ElectraError, Stopped
+from .files import read_json, reading
+from .hf import Pretrained, config_of, load_pretrained, objective_of
+from .objectives import Batch, Objective, Predictions, SpecialIds
 from .randomness import StepRng
+from .rundir import LoadedRun, load_run
 
 EVAL_SEED = 20_200_323  # the day the paper came out
 
@@ -101,6 +112,116 @@ def evaluate(
         disc_recall=float(called[replaced].mean()) if replaced.any() else 0.0,
         replaced_percent=100 * float(replaced.mean()),
     )
+
+
+def evaluate_model(
+    model: Path,
+    corpus: Corpus,
+    *,
+    part: Literal["held-out", "all"] = "held-out",
+    batches: int | None = None,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> dict[str, Any]:
+    """What an `eval` line has, of any model that `load_pretrained` reads, and what it is of.
+
+    A run and its export are looked at as the run did it: `batches` of that size, by default as
+    many. Of other models nothing is known: theirs are the masks and batches of the recipe small.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        what, fix = "Several processes cannot share an evaluation.", "start it without torchrun"
+        raise ElectraError(what, where=str(model), fix=fix)
+    if batches is not None and batches < 1:
+        raise ElectraError(f"There are {batches} batches.", "batches", "use 1 or more")
+    examples = corpus.whole if part == "all" else corpus.held_out
+    if not len(examples):
+        fix = "add --part all, or prepare it with a higher --held-out-percent"
+        raise ElectraError("The corpus holds out no document.", where=corpus.path, fix=fix)
+    counts = token_counts(corpus.train, tuple(corpus.special_ids.values()), corpus.vocab_size)
+    objective, told = _open(model, corpus, torch.from_numpy(counts))
+    config = objective.config
+    # A CPU has the same sums again with as many threads: those of the run, where it is one.
+    threads = read_json(model / "run.json").get("threads", torch.get_num_threads())
+    run = RunConfig(device=device, compile="no", cuda_graph="no", threads=config.run.threads)
+    runtime = runtimes.start(run, threads=threads)
+    batches, at_once = batches or config.run.eval_batches, config.data.at_once(64)
+    try:
+        for module in objective.to(runtime.device).modules():
+            if isinstance(module, nn.Linear):  # what has working copies in training
+                module.to(runtime.dtype)
+        found = evaluate(objective, examples, batches=batches, at_once=at_once)
+    except RuntimeError as error:
+        if not runtimes.is_out_of_memory(error):
+            raise
+        what = f"The device has no memory for the model and {at_once} sequences at once."
+        fix = "use --device cpu, or a device with more memory"
+        raise ElectraError(what, where=str(runtime.device), fix=fix) from error
+    return {
+        **found.as_dict(),
+        "unigram_entropy": unigram_entropy(counts),
+        "model": str(model),
+        **told,
+        "corpus": str(corpus.path),
+        "corpus_fingerprint": corpus.fingerprint,
+        "tokenizer_hash": corpus.tokenizer_hash,
+        "part": part,
+        "batches": batches,
+        "config": to_dict(config),
+        "environment": runtime.describe(),
+    }
+
+
+def _open(model: Path, corpus: Corpus, frequencies: Tensor) -> tuple[Objective, dict[str, Any]]:
+    """The networks of a model for the rows of the corpus; its step, and whose masks it gets."""
+    if (model / "run.json").is_file():
+        loaded = load_run(model, frequencies=frequencies)
+        own = loaded.tokenizer_hash
+    else:
+        loaded = load_pretrained(with_generator(model))
+        own = loaded.needed_tokenizer().hash
+    if own != corpus.tokenizer_hash:
+        what = "The corpus was made with another tokenizer than the model's: "
+        what += f"{corpus.tokenizer_hash[:12]}…, not {own[:12]}…."
+        fix = "prepare it with the tokenizer that lies with the model"
+        raise ElectraError(what, where=corpus.path, fix=fix)
+    if isinstance(loaded, LoadedRun):
+        objective, told = loaded.objective, {"step": loaded.step, "masks_of": "the run"}
+    else:
+        objective, told = _rebuilt(loaded, corpus, frequencies)
+    config, length = objective.config, corpus.sequence_length
+    if length > (longest := config.encoder.max_positions):
+        what = f"The corpus holds sequences of {length} tokens, the model reads at most {longest}."
+        raise ElectraError(what, corpus.path, f"prepare it with --length {longest}")
+    objective.config = replace(config, data=replace(config.data, sequence_length=length))
+    return objective, told
+
+
+def _rebuilt(
+    model: Pretrained, corpus: Corpus, frequencies: Tensor
+) -> tuple[Objective, dict[str, Any]]:
+    """The objective of networks that were exported, with the settings of their run if they tell."""
+    base, record = PretrainConfig(), read_json(place := model.path / "electra.json")
+    if has_settings := "config" in record:
+        with reading(place):
+            base = from_dict(PretrainConfig, record["config"], where=f"{place}: config")
+    d, g, o = model.discriminator, base.generator, base.objective
+    is_alone = d is not None and model.generator is None and g.kind == "network"
+    if is_alone or o.kind in ("electric", "replace_mlm"):  # whose generators stay in the run
+        what = "There is no network here that corrupts text for the other one."
+        fix = "give the run; or put a generator for the same vocabulary beside the discriminator, "
+        fix += "as folders generator and discriminator"
+        raise ElectraError(what, where=str(model.path), fix=fix)
+    # Nothing learns: of the settings those remain that say what is masked, sampled and looked at.
+    kind = "mlm" if d is None else "rtd"
+    o = replace(o, kind=kind, algorithm="joint", disc_positions="all", disc_start_percent=0.0)
+    g = GeneratorConfig() if d is None else replace(g, frozen=False)
+    base = replace(base, generator=g, objective=o, optim=OptimConfig())
+    config = config_of(model, base)
+    size = (d or model.network("generator")).vocab_size  # which may have rows to spare
+    frequencies = F.pad(frequencies, (0, size - len(frequencies)))
+    special = SpecialIds(**corpus.special_ids)
+    objective, _ = objective_of(model, config, size, special, frequencies)
+    masks_of = "the run" if has_settings else "the recipe small"
+    return objective, {"step": record.get("step"), "masks_of": masks_of}
 
 
 def _predict(

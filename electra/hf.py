@@ -910,9 +910,23 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
 
     Raises when a network that is there does not fit the settings.
     """
+    special = SpecialIds(0, 1, 2, 3, 4)  # of no weight: nothing is masked
+    objective, notes = objective_of(pretrained, config, vocab_size, special)
+    return InitialState({name: p.detach() for name, p in objective.named_parameters()}, notes)
+
+
+def objective_of(
+    pretrained: Pretrained,
+    config: PretrainConfig,
+    vocab_size: int,
+    special: SpecialIds,
+    frequencies: Tensor | None = None,
+) -> tuple[Objective, tuple[str, ...]]:
+    """The objective of `config` with these parameters, and what is new in them; frequencies: (V,)
+    for a generator that is no network."""
     if config.objective.kind in ("mlm", "replace_mlm") or config.generator.frozen:
         pretrained.network("generator")  # nothing else learns, or this never will: it must be there
-    special, notes = SpecialIds(0, 1, 2, 3, 4), list[str]()  # any will do: nothing is masked
+    notes = list[str]()
     with torch.device("meta"):  # what does not fit is said before anything is drawn
         asked_for = _pairs(objective_class(config)(config, vocab_size, special))
     for kind, pair in asked_for.items():
@@ -927,7 +941,7 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
             what = f"The {kind} does not fit the settings: {', '.join(wrong)}."
             fix = "use the model's own tokenizer, and leave out its sizes: they are taken from it"
             raise ElectraError(what, where=str(pretrained.path), fix=fix)
-    objective = build_objective(config, vocab_size, special)
+    objective = build_objective(config, vocab_size, special, frequencies=frequencies)
     pairs, d, g = _pairs(objective), pretrained.discriminator, pretrained.generator
     if g is not None and "generator" in pairs:
         pairs["generator"].load_state_dict(g.tensors)
@@ -943,8 +957,7 @@ def initial_state(pretrained: Pretrained, config: PretrainConfig, vocab_size: in
     if g is not None and any(not torch.equal(t, g.tensors[name]) for name, t in now.items()):
         shared = "embeddings" if config.generator.sharing == "embeddings" else "encoder"
         notes.append(f"the generator gives up its own {shared} for the discriminator's")
-    parameters = {name: p.detach() for name, p in objective.named_parameters()}
-    return InitialState(parameters, tuple(notes))
+    return objective, tuple(notes)
 
 
 def _facts(network: Network) -> dict[str, Any]:

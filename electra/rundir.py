@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from . import __version__
 from .checkpoint import Checkpoint, has_any, load_newest, read_checkpoint, saved_steps
 from .config import PretrainConfig, from_dict, to_dict
@@ -240,9 +242,9 @@ class LoadedRun:
     tokenizer_hash: str
 
 
-def load_run(run: Path, *, step: int | None = None) -> LoadedRun:
+def load_run(run: Path, *, step: int | None = None, frequencies: Tensor | None = None) -> LoadedRun:
     """The networks of a run directory at its newest intact checkpoint, or that of `step`, float32
-    on the CPU."""
+    on the CPU. Only the unigram generator needs the frequencies (V,), and only to sample."""
     record = read_json(run / "run.json")
     saved = _saved(run / "checkpoints", step) if record else None
     if not record or saved is None:
@@ -263,7 +265,9 @@ def load_run(run: Path, *, step: int | None = None) -> LoadedRun:
         if found != wanted:
             raise ValueError(f"its settings give {wanted} weights, the checkpoint has {found}")
         special = SpecialIds(**record["special_ids"])
-        objective = build_objective(config, vocab_size, special, padded=True)
+        objective = build_objective(
+            config, vocab_size, special, padded=True, frequencies=frequencies
+        )
         Adam(objective, config.optim).load({"model": weights})
         tokenizer, wanted = run / "tokenizer", record["tokenizer_hash"]
         Tokenizer.load(tokenizer).require(wanted, where=run)

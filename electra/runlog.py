@@ -74,11 +74,8 @@ class RunLog:
         """Append one moment."""
         if not self.active:
             return
-        safe = {  # JSON has no such numbers
-            k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in values.items()
-        }
-        self._waiting += (json.dumps({"kind": kind, "step": step, **safe}) + "\n").encode()
+        line = {"kind": kind, "step": step, **in_json(values)}
+        self._waiting += (json.dumps(line) + "\n").encode()
         try:
             self._write_waiting()
         except DiskFull:
@@ -132,6 +129,13 @@ class RunLog:
             self._file.close()
             if self._tracker is not None:
                 self._tracker.close()
+
+
+def in_json(values: dict[str, Any]) -> dict[str, Any]:
+    """With numbers that are not finite as strings: JSON has no such numbers."""
+    return {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:

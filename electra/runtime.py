@@ -191,7 +191,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         raise ElectraError(
             "There is no usable CUDA device.",
             where="run.device",
-            fix="use --run.device cpu, or check the driver with `electra env`",
+            fix="take the CPU (--run.device, --device), or check the driver with `electra env`",
         )
     device = torch.device("cpu")
     if wants_cuda:

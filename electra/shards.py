@@ -44,6 +44,11 @@ class Corpus:
         self.special_ids = manifest.special_ids
         self.train, self.held_out = (Examples(path, manifest, part) for part in PARTS)
 
+    @property
+    def whole(self) -> Examples:
+        """The examples of all documents, those for training first."""
+        return Examples(self.path, self.manifest, *PARTS)
+
     @classmethod
     def open(cls, path: Path, *, verify: bool = True) -> Corpus:
         """Checks names and sizes of all files and, with `verify`, every byte of them."""
@@ -80,10 +85,10 @@ def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
 
 
 class Examples:
-    """The examples of one part. Tokens stay on disk (memory-mapped) until they are asked for."""
+    """The examples of some parts. Tokens stay on disk (memory-mapped) until they are asked for."""
 
-    def __init__(self, path: Path, manifest: Manifest, part: Part) -> None:
-        shards = [s for s in manifest.shards if s.part == part and s.counts.examples]
+    def __init__(self, path: Path, manifest: Manifest, *parts: Part) -> None:
+        shards = [s for s in manifest.shards if s.part in parts and s.counts.examples]
         self.tokens_dtype = token_dtype(manifest.vocab_size)
         self.sequence_length: int = manifest.settings["sequence_length"]
         self.pad_id, self.vocab_size = manifest.special_ids["pad"], manifest.vocab_size
@@ -99,7 +104,8 @@ class Examples:
         self._first_token = np.cumsum([0] + [len(tokens) for tokens in self._tokens])
         fits = (self.splits <= self.lengths) & (self.lengths <= self.sequence_length)
         if self.offsets[-1] != self._first_token[-1] or not fits.all():
-            raise CorruptError(f"The examples of '{part}' do not fit its tokens.", path, _FIX)
+            of = " and ".join(parts)
+            raise CorruptError(f"The examples of '{of}' do not fit its tokens.", path, _FIX)
 
     def __len__(self) -> int:
         return len(self.lengths)

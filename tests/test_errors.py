@@ -30,6 +30,7 @@ import electra.text
 from electra import cli, files, finetune
 from electra.config import to_dict
 from electra.corpus import Corpus
+from electra.objectives import ReplacedTokenDetection
 from electra.tokenizer import Tokenizer
 from electra.trainer import Trainer
 
@@ -80,6 +81,9 @@ class Place(NamedTuple):
 
     def pretrain(self, *more: str | Path, out: Path | None = None) -> Args:
         return ["pretrain", *SIZES, "--out", out or self.out, "--quiet", *more]
+
+    def evaluate(self, model: Path, *more: str | Path) -> Args:
+        return ["evaluate", model, "--corpus", self.made.corpus, *more]
 
     def finetune(self, data: str | bytes | Path, *more: str | Path, name: str = "my.csv") -> Args:
         data = data if isinstance(data, Path) else self.file(name, data)
@@ -136,6 +140,16 @@ def retokenized(run: Path) -> Path:
     """With a tokenizer that is another, though of the same size."""
     Tokenizer.load(run / "tokenizer" / "vocab.txt", lowercase=False).save(run / "tokenizer")
     return run
+
+
+def prepared(p: Place, *more: str | Path) -> Path:
+    assert cli.run([str(arg) for arg in p.prepare(*more)]) == 0
+    return p.out
+
+
+def cased(p: Place) -> Path:
+    Tokenizer.load(p.tokenizer / "vocab.txt", lowercase=False).save(p.here / "cased")
+    return p.here / "cased"
 
 
 def damage(path: Path) -> Path:
@@ -374,6 +388,25 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("export", "the output holds something else"): lambda p: [
         *("export", p.made.run, "--out", p.file("mine/notes", "").parent),
     ],
+    # evaluate
+    ("evaluate", "there is no corpus"): lambda p: p.evaluate(p.made.export, "--corpus", p.here),
+    ("evaluate", "it is no model"): lambda p: p.evaluate(p.here),
+    ("evaluate", "the corpus has another tokenizer"): lambda p: p.evaluate(
+        *(p.made.run, "--corpus", prepared(p, "--tokenizer", cased(p)))
+    ),
+    ("evaluate", "the corpus has longer rows than the model"): lambda p: p.evaluate(
+        *(p.made.export, "--corpus", prepared(p, "--length", "30"))
+    ),
+    ("evaluate", "nothing is held out"): lambda p: p.evaluate(
+        *(p.made.export, "--corpus", prepared(p, "--held-out-percent", "0"))
+    ),
+    ("evaluate", "there is no generator"): lambda p: p.evaluate(
+        p.copy(p.made.export / "discriminator")
+    ),
+    ("evaluate", "there is nothing to do"): lambda p: p.evaluate(p.made.run, "--batches", "0"),
+    ("evaluate", "it is started as several processes"): lambda p: p.evaluate(p.made.run),
+    ("evaluate", "there is no GPU"): lambda p: p.evaluate(p.made.run, "--device", "cuda"),
+    ("evaluate", "the model is larger than the memory"): lambda p: p.evaluate(p.made.run),
     # finetune
     ("finetune", "it is no model"): lambda p: [
         *("finetune", "--model", p.here, "--data", p.made.table, "--out", p.out),
@@ -554,7 +587,7 @@ def told_by(capsys: pytest.CaptureFixture[str], args: Args) -> tuple[int, str]:
     return code, shown.out + shown.err
 
 
-def without_memory(*_: Any) -> None:
+def without_memory(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
@@ -579,6 +612,7 @@ def test_a_mistake_is_answered_as_the_page_says(
     if "memory" in case[1]:  # a model that is too large does not even come to its first step
         monkeypatch.setattr(Trainer, "train_step", without_memory)
         monkeypatch.setattr(finetune.Trainer, "train_step", without_memory)
+        monkeypatch.setattr(ReplacedTokenDetection, "detect", without_memory)
     if "deterministic" in case[1]:
         monkeypatch.setattr(Trainer, "train_step", undetermined)
         monkeypatch.setattr(finetune.Trainer, "train_step", undetermined)

@@ -231,9 +231,11 @@ def made(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
     return make_artefacts(tmp_path_factory.mktemp("made"), corpus)
 
 
+INTO_A_FILE = ("embed", "evaluate", "predict")  # others have a directory of their own
 WRITERS: dict[str, str] = {
     "tokenizer": "--input {text} --out {out} --vocab-size 97",
     "prepare": "--input {text} --tokenizer {tokenizer} --out {out} --length 23 --workers {workers}",
+    "evaluate": "{made.run} --corpus {made.corpus} --out {out}/numbers.json",
     "export": "{made.run} --out {out}",
     "finetune": "--model {made.export} --data {made.table} --out {out} --quiet --epochs 1"
     " --device cpu --threads 1",
@@ -271,7 +273,7 @@ def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
         flags = WRITERS[name].format(
             text=text, tokenizer=tokenizer_dir, out=out, made=made, workers=workers
         )
-        if name in ("embed", "predict"):
+        if name in INTO_A_FILE:
             out.mkdir(exist_ok=True)
         with files_of_at_most(limit) if limit is not None else contextlib.nullcontext():
             assert cli.run([name, *flags.split()]) == (0 if limit is None else 2)
@@ -294,7 +296,7 @@ def content_of(out: Path) -> dict[str, bytes]:
     beside = [p for p in out.parent.iterdir() if p.name.startswith(f".{out.name}")]
     assert not [path for path in found if ".tmp" in path or "damaged-" in path] + beside
     timeless = (".safetensors", ".bin", ".npy", ".onnx", "tokenizer.json", "manifest.json")
-    timeless += ("answers.csv", "report.md")
+    timeless += ("answers.csv", "numbers.json", "report.md")
     return {path: p.read_bytes() for path, p in found.items() if path.endswith(timeless)}
 
 
@@ -356,7 +358,7 @@ def test_a_command_that_dies_at_any_change_of_the_disk_does_it_all_when_given_ag
     flags = WRITERS[name].format(
         text=text, tokenizer=tokenizer_dir, out="OUT", made=made, workers=1
     )
-    folder = ["FOLDER"] if name in ("embed", "predict") else []
+    folder = ["FOLDER"] if name in INTO_A_FILE else []
     argv = [name, *flags.split(), *folder]
     (tmp_path / "places").mkdir()
     done = subprocess.run(
@@ -471,6 +473,7 @@ COMMANDS = {
     "tokenizer": ["--input", "/none"],
     "prepare": ["--input", "/none", "--tokenizer", "/none"],
     "pretrain": ["tiny", "--corpus", "/none"],
+    "evaluate": ["/none", "--corpus", "/none"],
     "export": ["/none"],
     "import": ["/none"],
     "finetune": ["--model", "/none", "--data", "/none"],
@@ -518,7 +521,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
         "no permission": tmp_path / "closed" / "run",
         "read-only disk": tmp_path / "disk" / "run",
     }[case]
-    if name in ("predict", "embed"):
+    if name in INTO_A_FILE:
         out = out / "answers.csv"
     if case == "read-only disk":
         remount = ["mount", "-o", "remount,ro", str(request.getfixturevalue("small_disk"))]
@@ -529,7 +532,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_read(
     told = capsys.readouterr().err
     assert code == 2
     assert "Cannot write" in told, told  # and nothing of the input that is not there
-    assert str(out.parent if name in ("predict", "embed") else out) in told
+    assert str(out.parent if name in INTO_A_FILE else out) in told
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -551,7 +554,7 @@ def test_refusing_a_place_takes_no_heavy_import(
 ) -> None:
     """Which is what takes seconds; the rest is less than one of a processor's."""
     out = tmp_path / "out"
-    written = out / "answers.csv" if name in ("predict", "embed") else out
+    written = out / "answers.csv" if name in INTO_A_FILE else out
     argv = [name, *COMMANDS[name], "--out", str(written)]
     code = f"import sys; from electra import cli; print(cli.run({argv!r}), 'torch' in sys.modules)"
     if way == "a file":

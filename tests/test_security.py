@@ -174,6 +174,7 @@ def flow(tmp_path_factory: pytest.TempPathFactory) -> Flow:
         train,
         train,  # reads its checkpoint
         ["export", "run", "--out", "export"],
+        ["evaluate", "export", "--corpus", "corpus", "--part", "all", "--out", "numbers.json"],
         ["finetune", "--model", "export", "--data", f"{EVIL}.csv", "--dev", "dev.csv", *tune],
         ["predict", "--model", "tuned", "--input", "dev.csv", "--out", "answers.csv"],
         ["report", "run", "tuned", "--out", "report"],
@@ -346,7 +347,7 @@ def test_the_watcher_sees_what_it_is_there_for(tmp_path: Path) -> None:
 
 def test_no_command_asks_for_the_network(flow: Flow) -> None:
     assert [e for e in flow.events if e[0].startswith("socket.")] == []
-    assert flow.told.count(" ended with ") == 21  # one that does not end well ends all
+    assert flow.told.count(" ended with ") == 22  # one that does not end well ends all
 
 
 def test_what_is_written_goes_where_it_was_asked_for(flow: Flow) -> None:
