@@ -365,6 +365,10 @@ def train_tokenizer(
         stats=stats,
         should_stop=should_stop,
     )
+    if not words:
+        what = "No word was found in the text that was looked at."
+        fix = f"check that it is text, or look at more than {max_bytes:,} bytes of it"
+        raise ElectraError(what, "max_bytes", fix)
     pieces = [*SPECIAL_TOKENS, *_alphabet(words, vocab_size)]
     if len(pieces) > vocab_size:
         what = f"{vocab_size:,} tokens are too small a vocabulary: characters need {len(pieces):,}."

@@ -378,6 +378,14 @@ def test_a_vocabulary_smaller_than_the_alphabet(tmp_path: Path) -> None:
     assert caught.value.where == "vocab_size"
 
 
+def test_a_sample_without_a_word_is_no_vocabulary(tmp_path: Path) -> None:
+    """It would have been five special tokens, and "the text has no more than that"."""
+    (tmp_path / "a.txt").write_text("one river\n" * 30)
+    with pytest.raises(ElectraError, match="No word was found") as caught:
+        train_tokenizer([tmp_path / "a.txt"], vocab_size=97, max_bytes=1)
+    assert caught.value.where == "max_bytes"
+
+
 def test_large_text_is_sampled_the_same_way_every_time(tmp_path: Path) -> None:
     path = sentences(tmp_path / "a.txt")
     limit = path.stat().st_size // 4
