@@ -18,7 +18,7 @@ import torch
 
 from . import metrics, squad, tasks
 from .config import FinetuneConfig, to_dict
-from .errors import ElectraError
+from .errors import ElectraError, NumericError
 from .features import encode_texts, encode_words
 from .files import json_bytes, write_atomic
 from .finetune import Data, SquadData, TextData, finetune, predict, resolve
@@ -217,6 +217,9 @@ def answer_texts(
         nothing = np.zeros(len(texts), np.int64)
         features = encode_texts(texts, nothing, loaded.tokenizer, loaded.length)
     scores = predict(loaded.model, features, device, **batches)["logits"]
+    if not np.isfinite(scores).all():
+        fix = "train it again with a lower learning rate"
+        raise NumericError("The model's scores are not finite.", where=task.name, fix=fix)
     if task.kind == "regression":
         return [{"prediction": value} for value in scores[:, 0].tolist()]
     shifted = np.exp(scores - scores.max(-1, keepdims=True))

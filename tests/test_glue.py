@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import subprocess
@@ -18,8 +19,8 @@ import transformers
 
 from electra import cli, glue
 from electra.config import FinetuneConfig
-from electra.errors import ElectraError
-from electra.hf import load_encoder
+from electra.errors import ElectraError, NumericError
+from electra.hf import load_encoder, load_finetuned
 from electra.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -187,6 +188,15 @@ def test_answers_have_a_format(
     command = ["predict", "--model", str(run[0]), "--input", "a\tb", "--out", f"{tmp_path}/a.xlsx"]
     assert cli.run(command) == 2
     assert "cannot be written as '.xlsx'" in capsys.readouterr().err
+
+
+def test_a_model_that_diverged_answers_nothing(run: tuple[Path, str]) -> None:
+    """NaN is no JSON, and the first class would be no answer."""
+    loaded = load_finetuned(run[0])
+    with torch.no_grad():
+        next(loaded.model.head.parameters()).fill_(math.nan)
+    with pytest.raises(NumericError, match="not finite"):
+        glue.answer_texts(loaded, [("a", "b")], torch.device("cpu"))
 
 
 def test_one_text_where_two_are_read(run: tuple[Path, str]) -> None:
