@@ -78,7 +78,7 @@ class Saver:
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
         """Take a copy of everything now, on its device, and write it in the background.
 
-        Waits for the save before it. A state with a non-finite number is refused there.
+        Waits for the save before it. A non-finite number is an error, raised by the next `wait`.
         """
         self.wait()
         # Whole buffers are copied, a few long ones, and taken apart in the thread: many copies
@@ -95,9 +95,9 @@ class Saver:
         self._thread.start()
 
     def reserve(self, tensors: Tensors) -> dict[int, Tensor]:
-        """Memory for the copies of these, which stays from save to save; their buffers, by place.
+        """Allocate the copies, which are reused by every save; returns the buffers by address.
 
-        Asked for before the training begins: a driver that hands out memory launches no step.
+        Called before training begins: a driver busy with allocation launches no step.
         """
         storages = {t.untyped_storage() for group in tensors.values() for t in group.values()}
         buffers = {storage.data_ptr(): _whole(storage) for storage in storages}
@@ -203,8 +203,8 @@ _short_turns = _ShortTurns()
 def _to_host(buffer: Tensor, stage: Tensor) -> Tensor:
     """`buffer` (n,) in the host's memory, by way of `stage`, a little of it that is pinned.
 
-    A copy into memory that is not keeps the driver to itself until it ends, and no other thread
-    can launch a step meanwhile.
+    A direct copy into unpinned memory would hold the driver until it ends, and no other thread
+    could launch a step meanwhile.
     """
     host = torch.empty(buffer.shape, dtype=buffer.dtype)
     for source, goal in zip(buffer.split(len(stage)), host.split(len(stage)), strict=True):
@@ -218,7 +218,7 @@ def _to_host(buffer: Tensor, stage: Tensor) -> Tensor:
 
 
 def _whole(storage: torch.UntypedStorage) -> Tensor:
-    """Its bytes as a tensor: a storage that is copied lets no other thread of Python run."""
+    """Its bytes as a tensor: copying the storage itself would hold Python's lock (GIL)."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -266,7 +266,7 @@ def write_checkpoint(directory: Path, step: int, tensors: Tensors, state: dict[s
 
 @contextlib.contextmanager
 def _no_half(temporary: Path) -> Generator[None]:
-    """Nothing of an earlier try stays, nor of this one if the system refuses it: it takes room."""
+    """Removes what an earlier attempt left, and what this one wrote if it fails."""
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         yield

@@ -140,7 +140,7 @@ class PlanCommand(Command):
     """Show what a run takes: parameters, FLOPs, memory, tokens; time and money by device."""
 
     recipe: RecipeName = "small"
-    profile: Profile = "best"  # How the points are read on which paper and released code differ.
+    profile: Profile = "best"  # Which side to take where paper and released code differ.
     config: Path | None = None  # TOML or JSON file whose settings replace the recipe's.
     vocab_size: int = 30_522  # Entries of the vocabulary.
     tokens_per_second: float | None = None
@@ -225,7 +225,7 @@ class PretrainCommand(Command):
     """Continue although settings that make it another experiment, or the corpus, have changed."""
     init: Path | None = None
     """Go on from an export, a run, a transformers ELECTRA or a TensorFlow checkpoint."""
-    profile: Profile = "best"  # How the points are read on which paper and released code differ.
+    profile: Profile = "best"  # Which side to take where paper and released code differ.
     config: Path | None = None  # TOML or JSON file whose settings replace the recipe's.
     dry_run: bool = False  # Print the resolved settings and stop.
     quiet: bool = False  # Say nothing while training.
@@ -820,7 +820,7 @@ def _check_out(command: Command) -> None:
 
         is_file = isinstance(command, EvaluateCommand | PredictCommand | EmbedCommand)
         check_place(out.parent if is_file else out)
-        # Before anything heavy is imported; for long it is held where there is something to write.
+        # A look before heavy imports; the lock is held later, where there is something to write.
         writers = PrepareCommand | PretrainCommand | FinetuneCommand | AblateCommand
         is_first = os.environ.get("RANK", "0") == "0"
         if isinstance(command, writers) and is_first and (out / ".lock").is_file():
@@ -929,7 +929,7 @@ def _model(named: Path | None) -> Path:
 
 
 def _note(text: str) -> None:
-    """For a person, not for what is piped on."""
+    """Print to stderr, so that piped output stays clean."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -562,7 +562,7 @@ class _Run:
         }
         if before:
             with reading(path):
-                # What is younger than the record had its default.
+                # A setting newer than the record had its default.
                 old = to_dict(FinetuneConfig()) | before["settings"]
                 changed = differences(old, record["settings"])
                 before = before | {"task": {"offset": 0.0} | before["task"]}

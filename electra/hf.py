@@ -89,7 +89,7 @@ _FIELDS = {
     "dropout": "hidden_dropout_prob",
     "attention_dropout": "attention_probs_dropout_prob",
 }
-# What the encoder of the paper cannot be otherwise.
+# Values of config.json that this encoder requires.
 _FIXED: dict[str, Any] = {
     "model_type": "electra",
     "hidden_act": "gelu",
@@ -98,9 +98,9 @@ _FIXED: dict[str, Any] = {
     "is_decoder": False,
     "add_cross_attention": False,
 }
-# Our modules and theirs: of the encoder, where qkv holds three of theirs, one below the other; and
-# of the heads, with the class. Of the generator's head itself that is a bias only: its table is
-# that of the embeddings.
+# Our module names and theirs: of the encoder, where our qkv stacks three of theirs, and of the
+# heads, with the class. `head` itself holds only the generator's bias: its table is that of the
+# embeddings.
 _BLOCK = "electra.encoder.layer.{i}"
 _MODULES = {
     "encoder.embeddings.word": "electra.embeddings.word_embeddings",

@@ -214,8 +214,8 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     if not wants_cuda:
         _keep_freed_memory()
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
-    # torch unpickles what it compiled before: by default from a folder that anybody can prepare,
-    # and under a key that does not change when an operator of ours does.
+    # torch unpickles what it compiled before. By default that is in a folder in which anybody can
+    # prepare files, under a key that does not change when an operator of ours does.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     own = f"{cache}/electra/compiled/{source_hash()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
