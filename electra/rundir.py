@@ -117,7 +117,7 @@ def enter_run(
     changed: dict[str, str] = {}
     if before:
         changed = _compare(config, corpus, out, before, force)
-    elif has_any(out / "checkpoints"):
+    elif (out / "checkpoints").exists() and not (out / "run.json").exists():
         raise ElectraError(
             "This directory has checkpoints but no run.json.",
             where=str(out),

@@ -331,7 +331,7 @@ def done(
 ) -> Done:
     """A study whose second row cannot even begin."""
     out = tmp_path_factory.mktemp("study") / "out"
-    obstacle = Path("bert") / "seed-7" / "pretrain" / "checkpoints" / "step-00000001"
+    obstacle = Path("bert") / "seed-7" / "pretrain" / "checkpoints"
     (out / obstacle).mkdir(parents=True)
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
