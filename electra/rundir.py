@@ -157,6 +157,9 @@ def enter_run(
         "history": history,
     }
     write_atomic(out / "run.json", json_bytes(record, indent=1))
+    if initial_from not in (None, record["init"]):
+        other = f"init: {record['init']} → {initial_from} (without effect: the run goes on from its"
+        changed["init"] = f"{other} own checkpoint)"
     return list(changed.values())
 
 

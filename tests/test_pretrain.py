@@ -698,7 +698,7 @@ def test_force_cannot_change_the_tokenizer(
 
 
 def test_the_record_says_where_the_first_weights_came_from(
-    micro: PretrainConfig, corpus: Corpus, tmp_path: Path
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = with_run(micro, train_steps=2)
     pretrain(config, corpus, tmp_path / "random", quiet=True)
@@ -709,6 +709,11 @@ def test_the_record_says_where_the_first_weights_came_from(
     pretrain(config, corpus, out, initial=initial, initial_from="models/mine", quiet=True)
     pretrain(with_run(config, train_steps=3), corpus, out, quiet=True)
     assert json.loads((out / "run.json").read_bytes())["init"] == "models/mine"
+    capsys.readouterr()
+    again = {"initial": initial, "initial_from": "models/other"}
+    pretrain(with_run(config, train_steps=4), corpus, out, **again)
+    assert json.loads((out / "run.json").read_bytes())["init"] == "models/mine"
+    assert "init: models/mine → models/other (without effect" in capsys.readouterr().err
 
 
 def test_a_run_that_saved_nothing_begins_again_as_anything(
