@@ -41,8 +41,9 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from electra import runtime, tf_checkpoint
-from electra.demo_text import find_text
+from electra import runtime
+from electra.formats import tf_checkpoint
+from electra.use.demo_text import find_text
 
 ROOT = Path(__file__).parents[1]
 PEERS = Path(__file__).parent / "peers"

@@ -16,16 +16,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from electra import hf
 from electra.config import PretrainConfig
-from electra.corpus import Corpus, prepare
-from electra.demo_text import find_text
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import train_tokenizer
 from electra.evaluate import evaluate
+from electra.formats import hf
 from electra.pretrain import pretrain
 from electra.recipes import tiny
 from electra.rundir import load_run
 from electra.runlog import read_metrics
-from electra.tokenizer import train_tokenizer
+from electra.use.demo_text import find_text
 
 
 def main() -> None:

@@ -25,13 +25,13 @@ import torch
 import transformers
 import tyro
 
-from electra import hf
-from electra.embed import Embedder, for_sentence_transformers
+from electra.data.text import read_lines
+from electra.data.tokenizer import train_tokenizer
+from electra.formats import hf
 from electra.objectives import SpecialIds, build_objective
 from electra.recipes import recipe
 from electra.runtime import cpu_name
-from electra.text import read_lines
-from electra.tokenizer import train_tokenizer
+from electra.use.embed import Embedder, for_sentence_transformers
 
 Arm = Callable[[list[str]], np.ndarray]
 

@@ -34,13 +34,13 @@ from transformers import (
 )
 
 from electra import runtime as runtimes
-from electra import tasks
 from electra.config import FinetuneConfig, RunConfig
+from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
-from electra.finetune import TextData, Trainer, resolve
-from electra.hf import LoadedEncoder
+from electra.finetuning import tasks
+from electra.finetuning.finetune import TextData, Trainer, resolve
+from electra.formats.hf import LoadedEncoder
 from electra.recipes import small
-from electra.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

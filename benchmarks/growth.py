@@ -32,15 +32,15 @@ from step_variants import changed, timed
 
 from electra import runtime as runtimes
 from electra.config import PretrainConfig
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.text import TextStats, expand_inputs, read_documents
+from electra.data.tokenizer import Tokenizer
 from electra.errors import ElectraError
 from electra.flops import matmul_flops_per_token
-from electra.fused import LONGEST
-from electra.plan import make_plan
+from electra.gpu.fused import LONGEST
 from electra.recipes import recipe
-from electra.roofline import DEVICES, Device, Model
-from electra.text import TextStats, expand_inputs, read_documents
-from electra.tokenizer import Tokenizer
+from electra.studies.plan import make_plan
+from electra.studies.roofline import DEVICES, Device, Model
 
 Table = Literal["length", "batch", "layers", "width", "sizes"]
 TABLES: tuple[Table, ...] = get_args(Table)

@@ -1,4 +1,4 @@
-"""Every kernel of electra/kernels.py: is it right, and how long does it take? And cuBLAS's part.
+"""Every kernel of electra/gpu/kernels.py: is it right, and how long does it take? And cuBLAS.
 
     python benchmarks/kernels.py [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone
@@ -36,8 +36,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from electra import fused, kernels, optim
+from electra import optim
 from electra.corruption import sample
+from electra.gpu import fused, kernels
 from electra.randomness import StepRng
 
 CALLS, REPLAYS = 20, 5

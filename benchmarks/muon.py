@@ -29,7 +29,8 @@ import torch
 from kernels import CALLS, REPLAYS, microseconds
 from torch import Tensor
 
-from electra import kernels, optim
+from electra import optim
+from electra.gpu import kernels
 from electra.objectives import SpecialIds, build_objective
 from electra.recipes import recipe
 

@@ -26,7 +26,7 @@ from short_rows import encode
 
 from electra.encoder import Block
 from electra.evaluate import roc_auc
-from electra.hf import load_discriminator
+from electra.formats.hf import load_discriminator
 from electra.randomness import StepRng
 
 PLACES = ("embeddings", "attention output", "feed-forward output", "attention probabilities")

@@ -25,7 +25,7 @@ import tyro
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.objectives import SpecialIds, build_objective
 from electra.recipes import recipe
 from electra.trainer import Trainer

@@ -24,10 +24,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import tyro
 
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.text import TextStats, expand_inputs, read_documents
+from electra.data.tokenizer import LineEncoder, Tokenizer
 from electra.runtime import cpu_name
-from electra.text import TextStats, expand_inputs, read_documents
-from electra.tokenizer import LineEncoder, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

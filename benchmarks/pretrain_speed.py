@@ -46,10 +46,10 @@ from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTrainin
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, to_dict
-from electra.corpus import Corpus
 from electra.corruption import Positions, choose_positions, mask_tokens, replace
+from electra.data.corpus import Corpus
 from electra.flops import matmul_flops_per_token
-from electra.hf import networks_of, to_transformers
+from electra.formats.hf import networks_of, to_transformers
 from electra.objectives import (
     Batch,
     Corruption,

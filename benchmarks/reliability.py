@@ -59,14 +59,14 @@ from conftest import SEQUENCE_LENGTH, language
 from electra import runtime
 from electra.checkpoint import load_newest
 from electra.config import PretrainConfig, from_dict, to_dict
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer, train_tokenizer
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.files import exclusive
 from electra.objectives import Batch, Corruption, ReplacedTokenDetection
 from electra.pretrain import pretrain
 from electra.randomness import Purpose, StepRng
 from electra.runlog import read_metrics
-from electra.tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 300  # seconds after which a life that should have ended is a failure
@@ -813,7 +813,7 @@ def r14(work: Path, scale: float) -> Seen:
     kills, draw, counts = many(20, scale), random.Random(14), Counter[str]()
     text, out = test_corpus.make_text(work / "text", documents=80 * kills), work / "killed"
     seconds = list[float]()
-    with warm("electra.corpus", "reliability") as server:
+    with warm("electra.data.corpus", "reliability") as server:
 
         def start(out: Path) -> Life:
             arguments = [[str(text)], str(out), 2]
@@ -853,7 +853,12 @@ def r17(work: Path, scale: float) -> Seen:
     text = test_corpus.make_text(work / "text", files=5, documents=40 * kills)
     files = sorted(map(str, text.iterdir()))
     counts = Counter[str]()
-    with warm("electra.corpus", "electra.finetune", "electra.glue", "reliability") as server:
+    with warm(
+        "electra.data.corpus",
+        "electra.finetuning.finetune",
+        "electra.finetuning.glue",
+        "reliability",
+    ) as server:
 
         def start(inputs: list[str], out: Path, workers: int) -> Life:
             arguments = [inputs, str(out), workers]
@@ -986,7 +991,7 @@ def r15(work: Path, scale: float) -> Seen:
     text = test_corpus.make_text(work / "text", documents=80 * restarts)
     counts = Counter[str]()
     problems: list[str] = []
-    with warm("electra.corpus", "torch.utils.tensorboard", "reliability") as server:
+    with warm("electra.data.corpus", "torch.utils.tensorboard", "reliability") as server:
 
         def start(kind: str, out: Path) -> Process:
             log = work / f"{kind}.log"

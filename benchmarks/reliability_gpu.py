@@ -41,7 +41,7 @@ import tyro
 
 from electra import runtime as runtimes
 from electra.config import PretrainConfig, RunConfig, from_dict, to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.recipes import recipe
 from electra.runlog import read_metrics
 

@@ -3,8 +3,8 @@
     python benchmarks/serve_speed.py --out results/serve
 
 A classifier of the size of --recipe (random weights, or --model) answers sentences of mixed length.
-Every arm is a process of its own, all listen through electra/web.py on starlette and uvicorn, and
-give the same answers, which is checked. The arms of transformers call `pipeline(text)` for each
+Every arm is a process of its own, all listen through electra/use/web.py on starlette and uvicorn,
+and give the same answers, which is checked. The arms of transformers call `pipeline(text)` for each
 request: in starlette's thread pool, as a plain `def` handler would, and in as many threads as there
 are cores, each with one core, which is the best that it does. Clients send their next request when
 they have the answer to the last one. Rounds are interleaved; the median of the rounds counts.
@@ -169,7 +169,15 @@ def _pipeline_server(kind: str, model: str) -> int:
     import transformers
     from starlette.concurrency import run_in_threadpool
 
-    from electra.web import JSONResponse, Limits, Request, Route, application, listen, read_object
+    from electra.use.web import (
+        JSONResponse,
+        Limits,
+        Request,
+        Route,
+        application,
+        listen,
+        read_object,
+    )
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -244,8 +252,8 @@ def _difference(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
 
 
 def _sentences(path: Path | None) -> list[str]:
-    from electra.demo_text import find_text
-    from electra.text import read_lines
+    from electra.data.text import read_lines
+    from electra.use.demo_text import find_text
 
     if path is not None:
         paragraphs = [line for _, line in read_lines(path)]
@@ -256,12 +264,12 @@ def _sentences(path: Path | None) -> list[str]:
 
 
 def _random_model(sentences: list[str], name: str, folder: Path) -> Path:
+    from electra.data.tokenizer import train_tokenizer
     from electra.encoder import Embeddings, Encoder, initialise
-    from electra.heads import TaskModel, build_head, initialise_head
-    from electra.hf import export_finetuned
+    from electra.finetuning.heads import TaskModel, build_head, initialise_head
+    from electra.finetuning.tasks import Task
+    from electra.formats.hf import export_finetuned
     from electra.recipes import recipe
-    from electra.tasks import Task
-    from electra.tokenizer import train_tokenizer
 
     (folder / "text.txt").write_text("\n".join(sentences))
     tokenizer, config = train_tokenizer([folder / "text.txt"]), recipe(name, "best").encoder

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import tyro
 
+from electra.data.text import TextStats, expand_inputs, read_documents
+from electra.data.tokenizer import LineEncoder, Tokenizer
 from electra.errors import ElectraError
 from electra.evaluate import roc_auc
-from electra.hf import load_discriminator
+from electra.formats.hf import load_discriminator
 from electra.runlog import read_metrics
-from electra.text import TextStats, expand_inputs, read_documents
-from electra.tokenizer import LineEncoder, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

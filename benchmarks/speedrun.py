@@ -18,14 +18,14 @@ from typing import Any, Literal
 
 import tyro
 
-from electra.card import table
 from electra.config import FinetuneConfig, PretrainConfig, from_dict, to_dict
 from electra.errors import ElectraError
 from electra.files import read_json
-from electra.finetune import resolve
-from electra.plan import make_plan
-from electra.report import read_pretraining
-from electra.tasks import Task
+from electra.finetuning.finetune import resolve
+from electra.finetuning.tasks import Task
+from electra.formats.card import table
+from electra.studies.plan import make_plan
+from electra.studies.report import read_pretraining
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "speedrun.md", ROOT / "results" / "speedrun"

@@ -37,7 +37,7 @@ import tyro
 from electra import runtime as runtimes
 from electra.batches import Batches
 from electra.config import PretrainConfig, from_dict, to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.flops import matmul_flops_per_token
 from electra.micro_batch import device_errors
 from electra.objectives import SpecialIds, build_objective

@@ -28,8 +28,10 @@ python_use_unqualified_type_names = True
 
 def reference(module: str) -> str:
     """A module's docstring and what in it is public and has one."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
-    name = "electra" if module == "__init__" else f"electra.{module}"
+    path = PACKAGE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    name = f"electra.{module}".rstrip(".")
     head = f"## {name}\n\n```{{py:module}} {name}\n```"
     return "\n\n".join([head, ast.get_docstring(tree) or "", *members(tree)])
 
@@ -70,9 +72,11 @@ def members(parent: ast.Module | ast.ClassDef) -> Iterator[str]:
 def fill_in(_app: Any, page: str, source: list[str]) -> None:
     """The reference; and a menu of the pages that are there."""
     if page == "api":
-        named = re.findall(r"^- (\w+)$", source[0], re.M)
-        others = {path.stem for path in PACKAGE.glob("*.py")} - {*named, "__main__"}
-        parts = [source[0].partition("\n- ")[0], *map(reference, [*named, *sorted(others)])]
+        named = re.findall(r"^- ([\w.]+)$", source[0], re.M)
+        paths = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
+        there = {".".join(path.parts).removesuffix("__init__").rstrip(".") for path in paths}
+        rest = sorted(there - {*named, "", "__main__"})
+        parts = [source[0].partition("\n- ")[0], *map(reference, ["", *named, *rest])]
         source[0] = "\n\n".join(parts)
     elif page == "index":
         there = {path.stem for path in Path(__file__).parent.glob("*.md")}

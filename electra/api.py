@@ -23,22 +23,24 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from . import card, detect, embed, hf, tasks
 from .config import FinetuneConfig, PretrainConfig, from_dict
-from .corpus import Corpus
-from .corpus import prepare as prepare_corpus
-from .detect import Detection
-from .embed import Vectors
+from .data.corpus import Corpus
+from .data.corpus import prepare as prepare_corpus
+from .data.tokenizer import Tokenizer, train_tokenizer
 from .errors import ElectraError, Stopped, StopRequest, nearest
 from .evaluate import evaluate_model
 from .files import shipped_model
-from .glue import answer_questions, answer_texts, finetune_task
+from .finetuning import tasks
+from .finetuning.glue import answer_questions, answer_texts, finetune_task
+from .finetuning.squad import Question
+from .formats import card, hf
 from .pretrain import pretrain
 from .recipes import Profile, recipe
-from .report import Section, code, long_form, read_sections, report_sections, table
-from .report_html import fragment, to_html
-from .squad import Question
-from .tokenizer import Tokenizer, train_tokenizer
+from .studies.report import Section, code, long_form, read_sections, report_sections, table
+from .studies.report_html import fragment, to_html
+from .use import detect, embed
+from .use.detect import Detection
+from .use.embed import Vectors
 
 Place = str | Path
 # Settings that are passed on, beside those that a call has as arguments.

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .config import PretrainConfig
-from .corpus import Examples
 from .corruption import lay_out, num_masked
+from .data.corpus import Examples
 from .objectives import Batch
 from .packing import Packing
 from .randomness import shuffled

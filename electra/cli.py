@@ -66,9 +66,9 @@ class TokenizerCommand(Command):
     max_bytes: int = 1 << 30  # Text that is used for training; of more, a fixed sample is taken.
 
     def run(self) -> None:
+        from .data.sources import receive
+        from .data.tokenizer import train_tokenizer
         from .files import exclusive
-        from .sources import receive
-        from .tokenizer import train_tokenizer
 
         inputs = receive(self.input, self.out, lambda: False)
         reading = self.given("lowercase", "strip_accents", "column", "max_bytes")
@@ -102,7 +102,7 @@ class PrepareCommand(Command):
     seed: int = 0  # Seed of the builder's random choices.
 
     def run(self) -> None:
-        from .tokenizer import Tokenizer
+        from .data.tokenizer import Tokenizer
 
         shares = self.given("short_percent", "held_out_percent")
         options = self.given("builder", "workers", "cluster", "column", "seed") | shares
@@ -118,7 +118,7 @@ class CheckCommand(Command):
     column: str = "text"  # Column of jsonl and parquet files that holds the text.
 
     def run(self) -> int:
-        from .check import check_corpus, check_text
+        from .data.check import check_corpus, check_text
 
         if bool(self.input) == (self.corpus is not None):
             what = "check needs --input or --corpus, one of them."
@@ -157,8 +157,8 @@ class PlanCommand(Command):
     settings: Settings = field(default_factory=PretrainConfig)
 
     def run(self) -> None:
-        from .plan import make_plan
-        from .roofline import Model, cost_table, device_named, hours_at, scaling_table
+        from .studies.plan import make_plan
+        from .studies.roofline import Model, cost_table, device_named, hours_at, scaling_table
 
         for name in ("vocab_size", "tokens_per_second"):
             value = getattr(self, name)
@@ -239,7 +239,7 @@ class PretrainCommand(Command):
             what = "pretrain needs --corpus or --input, one of them."
             fix = "give a corpus made by `electra prepare`, or text files with --input"
             raise ElectraError(what, where="electra pretrain", fix=fix)
-        from .corpus import Corpus
+        from .data.corpus import Corpus
         from .pretrain import pretrain
 
         for name in self._without_effect():
@@ -247,7 +247,7 @@ class PretrainCommand(Command):
         corpus = Corpus.open(self.corpus or self._prepare_inside())
         options = self.given("force", "quiet")
         if self.init is not None:
-            from .hf import initial_state, load_pretrained
+            from .formats.hf import initial_state, load_pretrained
 
             state = initial_state(load_pretrained(self.init), self.settings, corpus.vocab_size)
             options |= {"initial": state.parameters, "initial_from": str(self.init)}
@@ -267,9 +267,9 @@ class PretrainCommand(Command):
 
     def _prepare_inside(self) -> Path:
         """Tokenizer and corpus of --input, inside the run directory."""
+        from .data.sources import receive
+        from .data.tokenizer import Tokenizer, train_tokenizer
         from .files import exclusive, json_bytes, read_json, write_atomic
-        from .sources import receive
-        from .tokenizer import Tokenizer, train_tokenizer
 
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             what = "Several processes cannot prepare one corpus."
@@ -279,7 +279,7 @@ class PretrainCommand(Command):
         inputs = receive(self.input, made, lambda: False)
         source = self.tokenizer or made / "tokenizer"
         if self.init is not None and self.tokenizer is None:  # with another one it knows no word
-            from .hf import load_pretrained
+            from .formats.hf import load_pretrained
 
             load_pretrained(self.init).needed_tokenizer().save(source)
         elif self.tokenizer is None:
@@ -315,7 +315,7 @@ class EvaluateCommand(Command):
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes the GPU when there is one.
 
     def run(self) -> None:
-        from .corpus import Corpus
+        from .data.corpus import Corpus
         from .evaluate import evaluate_model
         from .files import json_bytes
         from .runlog import in_json
@@ -357,7 +357,7 @@ class ExportCommand(Command):
     """Put the weights into files of at most so many megabytes each."""
 
     def run(self) -> None:
-        from .hf import Storage, export_run
+        from .formats.hf import Storage, export_run
 
         limit = self.shard_megabytes
         if limit is not None and not 0 < limit < math.inf:
@@ -367,7 +367,7 @@ class ExportCommand(Command):
         options = self.given("step", "license")
         report = export_run(self.run_directory, self.out, storage=storage, **options)
         if self.sentence_transformers:
-            from .embed import for_sentence_transformers
+            from .use.embed import for_sentence_transformers
 
             for_sentence_transformers(report.directories[0])
         _print_export(report)
@@ -384,7 +384,7 @@ class ImportCommand(Command):
     """Also read a pytorch_model.bin: a pickle, read apart and with nothing but tensors in it."""
 
     def run(self) -> None:
-        from .hf import import_model
+        from .formats.hf import import_model
 
         _print_export(import_model(self.model, self.out, **self.given("tokenizer", "allow_bin")))
 
@@ -403,7 +403,7 @@ class ExtendCommand(Command):
     max_bytes: int = 1 << 30  # Text that is looked at; of more, a fixed sample is taken.
 
     def run(self) -> None:
-        from .extend import extend
+        from .formats.extend import extend
 
         options = self.given("tokens", "column", "max_bytes")
         done = extend(_model(self.model), self.input, self.out, **options)
@@ -439,8 +439,8 @@ class FinetuneCommand(Command):
         if self.dry_run:
             _print_settings(to_dict(self.settings))
             return
-        from .glue import finetune_task
-        from .report import report
+        from .finetuning.glue import finetune_task
+        from .studies.report import report
 
         options = self.given("task", "label", "kind", "dev", "test", "quiet")
         options["texts"] = tuple(self.text.split(",")) if self.text else ()
@@ -470,8 +470,8 @@ class GlueCommand(Command):
     settings: TuneSettings = field(default_factory=FinetuneConfig)
 
     def run(self) -> None:
-        from .glue import glue
-        from .report import report
+        from .finetuning.glue import glue
+        from .studies.report import report
 
         options = self.given("from_mnli", "wnli", "quiet")
         options |= {"only": self.tasks, "note": _note}
@@ -487,7 +487,7 @@ class PredictCommand(Command):
     out: Path | None = None  # Where the answers go, as .jsonl, .csv or .tsv; default: the screen.
 
     def run(self) -> None:
-        from .glue import format_rows, predict_rows
+        from .finetuning.glue import format_rows, predict_rows
 
         suffix = self.out.suffix if self.out else ".jsonl"
         if suffix not in (".jsonl", ".ndjson", ".json", ".csv", ".tsv"):
@@ -532,9 +532,9 @@ class AblateCommand(Command):
     dry_run: bool = False  # Print the settings with their parameters, FLOPs and steps, and stop.
 
     def run(self) -> int:
-        from .ablate import ablate, describe, starting_point
-        from .corpus import Corpus
-        from .report import report
+        from .data.corpus import Corpus
+        from .studies.ablate import ablate, describe, starting_point
+        from .studies.report import report
 
         counts = {"seeds": self.seeds, "tuning-seeds": self.tuning_seeds, "jobs": self.jobs}
         for name, count in {**counts, "tasks": len(self.tasks)}.items():
@@ -563,7 +563,7 @@ class ReportCommand(Command):
     out: Path | None = None  # Gets report.md, report.csv, report.png and the page report.html.
 
     def run(self) -> None:
-        from .report import report
+        from .studies.report import report
 
         print(report(self.runs, self.out))
 
@@ -582,7 +582,7 @@ class DetectCommand(Command):
     def run(self) -> None:
         from rich.console import Console
 
-        from .detect import detect, render
+        from .use.detect import detect, render
 
         found = detect(_model(self.model), self.text, alternatives=self.alternatives)
         Console(highlight=False).print(render(found))
@@ -607,7 +607,7 @@ class EmbedCommand(Command):
     def run(self) -> int:
         from rich.console import Console
 
-        from .embed import embed_file
+        from .use.embed import embed_file
 
         model = _model(self.model)
         options = self.given("pooling", "length", "batch_tokens", "threads")
@@ -641,7 +641,7 @@ class OnnxCommand(Command):
     """Labelled rows on which a classifier's accuracy is compared with that of int8."""
 
     def run(self) -> None:
-        from .onnx_export import export_onnx
+        from .formats.onnx_export import export_onnx
 
         if self.model is None and self.out is None:
             what, fix = "Nothing is written into the checkout's model.", "say where with --out"
@@ -674,8 +674,8 @@ class ServeCommand(Command):
     seconds: float = 30.0  # The longest wait for an answer.
 
     def run(self) -> int:
-        from .serve import serve
-        from .web import Limits
+        from .use.serve import serve
+        from .use.web import Limits
 
         for name in ("characters", "queue", "seconds", "workers"):
             value, most = getattr(self, name), 1_000_000
@@ -702,7 +702,7 @@ class UiCommand(Command):
     per_minute: int = 30  # Requests of one client in a minute, without those that only read.
 
     def run(self) -> int:
-        from .ui import ui
+        from .use.ui import ui
 
         if self.per_minute < 1:
             what = f"{self.per_minute} requests a minute are too few for a page."
@@ -724,7 +724,7 @@ class DemoCommand(Command):
     minutes: float | None = None  # Minutes of pre-training at most; default: 2.5.
 
     def run(self) -> None:
-        from .demo import demo
+        from .use.demo import demo
 
         demo(self.out, inputs=self.input, minutes=self.minutes)
 
@@ -884,7 +884,7 @@ def _starting_point(name: str, args: list[str]) -> PretrainConfig:
     config, path = recipe(name, profile), _value_of("--config", args)
     values = read_settings_file(Path(path)) if path is not None else {}
     if (init := _value_of("--init", args)) is not None:
-        from .hf import config_of, load_pretrained
+        from .formats.hf import config_of, load_pretrained
 
         config = config_of(load_pretrained(Path(init)), config)
     config = from_dict(PretrainConfig, values, where=path or "", base=config)
@@ -908,7 +908,7 @@ def _prepare(inputs: Sequence[str | Path], tokenizer: Any, out: Path, **settings
     """Prepare a corpus with a progress line and a summary."""
     from rich.console import Console
 
-    from .corpus import prepare
+    from .data.corpus import prepare
 
     console = Console(file=sys.stderr, highlight=False)
     with StopRequest() as stop, console.status("reading …") as status:

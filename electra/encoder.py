@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import fused
 from .config import EncoderConfig
 from .errors import ElectraError
+from .gpu import fused
 from .randomness import SeededDropout, StepRng
 
 Rng = StepRng | SeededDropout

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from . import runtime as runtimes
 from .batches import Block
 from .config import GeneratorConfig, OptimConfig, PretrainConfig, RunConfig, from_dict, to_dict
-from .corpus import Corpus, Examples
-from .detect import with_generator
+from .data.corpus import Corpus, Examples
 from .errors import ElectraError, Stopped
 from .files import read_json, reading
-from .hf import Pretrained, config_of, load_pretrained, objective_of
+from .formats.hf import Pretrained, config_of, load_pretrained, objective_of
 from .objectives import Batch, Objective, Predictions, SpecialIds
 from .randomness import StepRng
 from .rundir import LoadedRun, load_run
+from .use.detect import with_generator
 
 EVAL_SEED = 20_200_323  # the day the paper came out
 

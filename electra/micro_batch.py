@@ -11,10 +11,10 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 from .errors import ElectraError, Stopped, StopRequest
-from .plan import make_plan
 from .rundir import found_micro_batch, keep_micro_batch
 from .runlog import RunLog
 from .runtime import Runtime, is_out_of_memory, refuse_undetermined, usable_memory
+from .studies.plan import make_plan
 from .trainer import Trainer
 
 

@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import fused
 from .config import PretrainConfig
 from .corruption import (
     Positions,
@@ -50,6 +49,7 @@ from .encoder import (
     initialise,
     wide,
 )
+from .gpu import fused
 from .randomness import Purpose, StepRng
 
 DISCRIMINATOR_SITES = 1000  # dropout keys of the discriminator begin here

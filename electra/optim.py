@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import kernels
 from .config import OptimConfig
 from .errors import CorruptError
 from .exchange import _ALIGN, Exchange
+from .gpu import kernels
 
 _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of the Muon paper: x, x³, x⁵

@@ -23,7 +23,7 @@ from . import runtime as runtimes
 from .batches import Batches
 from .checkpoint import Saver, load_newest, size_of
 from .config import PretrainConfig
-from .corpus import Corpus
+from .data.corpus import Corpus
 from .errors import (
     BrokenOff,
     DiskFull,

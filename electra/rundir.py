@@ -21,15 +21,15 @@ from torch import Tensor
 from . import __version__
 from .checkpoint import Checkpoint, has_any, load_newest, read_checkpoint, saved_steps
 from .config import PretrainConfig, from_dict, to_dict
-from .corpus import Corpus
+from .data.corpus import Corpus
+from .data.tokenizer import Tokenizer
 from .errors import DiskFull, ElectraError
 from .files import json_bytes, read_json, reading, storage_errors, write_atomic
 from .objectives import Objective, SpecialIds, build_objective
 from .optim import Adam
-from .plan import count_parameters
 from .runlog import read_metrics
 from .runtime import Runtime
-from .tokenizer import Tokenizer
+from .studies.plan import count_parameters
 
 # What may differ when a run is continued; anything else would make it another experiment.
 _MAY_CHANGE = (

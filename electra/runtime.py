@@ -341,8 +341,10 @@ def fastest_threads() -> int:
 def source_hash() -> str:
     """Of the package's files."""
     digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    package = Path(__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        name = file.relative_to(package).as_posix()
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fused, kernels
 from .batches import Batches, Block
 from .config import PretrainConfig
 from .encoder import Block as EncoderBlock
 from .encoder import Embeddings
 from .errors import ElectraError
 from .exchange import Exchange, compiler_in_parts
+from .gpu import fused, kernels
 from .objectives import (
     Batch,
     Losses,

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from electra import cli, hf
+from electra import cli
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig, RunConfig
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
+from electra.formats import hf
 from electra.pretrain import pretrain
 
 SQUAD = {

@@ -32,14 +32,22 @@ from electra.config import (
     PretrainConfig,
     RunConfig,
 )
-from electra.corpus import Corpus, prepare
 from electra.corruption import num_masked
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer, train_tokenizer
 from electra.objectives import Batch, Objective, SpecialIds, build_objective
 from electra.randomness import StepRng
 from electra.runtime import Runtime
-from electra.tokenizer import Tokenizer, train_tokenizer
 
 SEQUENCE_LENGTH = 23
+
+PACKAGE = Path(__file__).parents[1] / "electra"
+# Module by its last name, which no two share: the docs name them by it.
+MODULES = {
+    path.stem: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in sorted(PACKAGE.rglob("*.py"))
+    if path.stem not in ("__init__", "__main__")
+}
 
 
 @pytest.fixture(autouse=True)

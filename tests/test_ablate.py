@@ -19,18 +19,20 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from conftest import MODULES
 
-from electra import ablate, cli
+from electra import cli
 from electra.config import PretrainConfig, flat, to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.errors import CorruptError, ElectraError
 from electra.flops import matmul_flops_per_token
 from electra.optim import learning_rate
-from electra.plan import make_plan
 from electra.pretrain import pretrain
 from electra.recipes import masked_lm, recipe
-from electra.report import Spread, _verdict, report, spread
 from electra.runlog import read_metrics
+from electra.studies import ablate
+from electra.studies.plan import make_plan
+from electra.studies.report import Spread, _verdict, report, spread
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 30_522
@@ -1357,14 +1359,13 @@ def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:
 
     page = (ROOT / "docs" / "paper-map.md").read_text(encoding="utf-8")
     quoted = re.findall(r"`([^`\n]+)`", page)
-    modules = {p.stem for p in (ROOT / "electra").glob("*.py")}
-    symbols = [q for q in quoted if re.fullmatch(r"\w+(\.\w+)+", q) and q.split(".")[0] in modules]
+    symbols = [q for q in quoted if re.fullmatch(r"\w+(\.\w+)+", q) and q.split(".")[0] in MODULES]
     assert len(symbols) > 40
     for symbol in symbols:
         module, *names = symbol.split(".")
         if names == ["py"]:
             continue
-        thing: Any = importlib.import_module(f"electra.{module}")
+        thing: Any = importlib.import_module(MODULES[module])
         for name in names:
             fields = getattr(thing, "__dataclass_fields__", {})
             assert hasattr(thing, name) or name in fields, symbol

@@ -23,19 +23,20 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from electra import cli, hf, objectives
+from electra import cli, objectives
 from electra import pretrain as loop
 from electra.config import GeneratorConfig, ObjectiveConfig, PretrainConfig
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.encoder import GeneratorHead
 from electra.errors import ElectraError, Stopped
 from electra.evaluate import token_counts
+from electra.formats import hf
 from electra.objectives import Batch, Corruption, MaskedLM, Objective
 from electra.optim import Adam, added
-from electra.plan import count_parameters
 from electra.pretrain import pretrain
 from electra.randomness import Purpose, StepRng
 from electra.rundir import load_run
+from electra.studies.plan import count_parameters
 
 # Every kind of objective, as changes to the settings.
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,14 +13,14 @@ import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
-from electra import card, hf
 from electra.config import FinetuneConfig, PretrainConfig, to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.errors import ElectraError
+from electra.finetuning.tasks import Task
 from electra.flops import matmul_flops_per_token, paper_flops
+from electra.formats import card, hf
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics
-from electra.tasks import Task
 
 EVIL = 'x"\n---\nlicense: mit\n# h `c` <script>alert(1)</script> [l](http://e) **b** | '
 EVIL += "\x85\u2028\u202e 😀"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from electra import check
-from electra.check import Finding, Report, check_corpus, check_text
-from electra.corpus import prepare
-from electra.tokenizer import Tokenizer
+from electra.data import check
+from electra.data.check import Finding, Report, check_corpus, check_text
+from electra.data.corpus import prepare
+from electra.data.tokenizer import Tokenizer
 
 ORACLE = Path(__file__).parent / "oracle"
 

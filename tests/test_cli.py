@@ -19,8 +19,8 @@ from torch import Tensor
 from electra import __version__, cli
 from electra import pretrain as loop
 from electra.checkpoint import read_checkpoint
-from electra.corpus import Corpus
-from electra.hf import load_pretrained
+from electra.data.corpus import Corpus
+from electra.formats.hf import load_pretrained
 from electra.rundir import load_run
 from electra.runlog import read_metrics
 

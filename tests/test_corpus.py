@@ -22,22 +22,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import electra.corpus
+import electra.data.corpus
 from electra.batches import Batches
 from electra.cli import run
 from electra.config import PretrainConfig
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.pieces import Segments, packed, segments
+from electra.data.shards import Examples, Manifest
+from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.files import exclusive, json_bytes, json_sha256, xxh3_file
 from electra.objectives import SpecialIds, build_objective
-from electra.pieces import Segments, packed, segments
 from electra.randomness import StepRng
 from electra.runtime import Runtime
-from electra.shards import Examples, Manifest
-from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 ORACLE = Path(__file__).parent / "oracle"
-ROOT = Path(electra.corpus.__file__).parents[1]
+ROOT = Path(electra.data.corpus.__file__).parents[2]
 RUNTIME = Runtime(
     device=torch.device("cpu"),
     dtype=torch.float32,
@@ -397,7 +397,7 @@ def test_the_digest_of_the_inputs_is_that_of_their_json(tmp_path: Path, count: i
     for i, path in enumerate(paths):
         path.write_text("x" * i)
     rows = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in paths]
-    described = electra.corpus._describe(list(paths))
+    described = electra.data.corpus._describe(list(paths))
     assert described["identity"] == json_sha256(rows)
     assert (described["count"], described["bytes"]) == (count, sum(range(count)))
     assert described["files"] == [{"path": path, "size": size} for path, size, _ in rows]
@@ -519,8 +519,8 @@ def test_the_share_that_is_held_out(tmp_path: Path, tokenizer: Tokenizer) -> Non
 PREPARE = """
 import sys
 from pathlib import Path
-from electra.corpus import prepare
-from electra.tokenizer import Tokenizer
+from electra.data.corpus import prepare
+from electra.data.tokenizer import Tokenizer
 text, vocabulary, out, workers = sys.argv[1:]
 if __name__ == "__main__":
     prepare([text], Tokenizer.load(vocabulary), Path(out), workers=int(workers),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from electra import demo, demo_text
 from electra.errors import CorruptError, ElectraError
+from electra.use import demo, demo_text
 
 
 @pytest.fixture

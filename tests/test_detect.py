@@ -12,9 +12,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from electra import hf
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
-from electra.detect import (
+from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from electra.errors import ElectraError
+from electra.formats import hf
+from electra.objectives import SpecialIds, build_objective
+from electra.use.detect import (
     Alternative,
     Detection,
     Token,
@@ -24,9 +27,6 @@ from electra.detect import (
     probabilities,
     render,
 )
-from electra.errors import ElectraError
-from electra.objectives import SpecialIds, build_objective
-from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 TEXT = "the  Chef ate cooking, 東京!"
 WORDS = ["the", "Chef", "ate", "cooking", ",", "東", "京", "!"]
@@ -179,7 +179,7 @@ def test_alternatives_of_a_long_text_are_those_of_its_row(model: Path) -> None:
 
 
 def test_rows_without_a_suspicious_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("electra.detect._SUSPICIOUS", 1.0)
+    monkeypatch.setattr("electra.use.detect._SUSPICIOUS", 1.0)
     tokens = detect(model, "the chef ate " * 9).tokens
     assert [bool(t.alternatives) for t in tokens].count(True) == 1
     assert max(tokens, key=lambda token: token.replaced).alternatives
@@ -228,7 +228,7 @@ def test_a_text_cannot_steer_the_terminal() -> None:
 
 def test_reading_a_model_does_not_load_the_compiler(model: Path) -> None:
     """Which takes as long as importing torch does."""
-    code = "import sys; from pathlib import Path; from electra.detect import detect; "
+    code = "import sys; from pathlib import Path; from electra.use.detect import detect; "
     code += "detect(Path(sys.argv[1]), 'the chef'); sys.exit('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, model], capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -26,11 +26,11 @@ from conftest import runtime
 from test_pretrain import assert_same_run
 from torch import Tensor
 
-from electra import ablate, exchange
+from electra import exchange
 from electra import runtime as runtimes
 from electra.checkpoint import load_newest, read_checkpoint
 from electra.config import PretrainConfig, from_dict, to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.errors import ElectraError, LostProcess, Stopped
 from electra.exchange import Exchange
 from electra.files import json_bytes, read_json
@@ -45,6 +45,7 @@ from electra.optim import Adam
 from electra.pretrain import pretrain
 from electra.randomness import StepRng
 from electra.runlog import read_metrics
+from electra.studies import ablate
 from electra.trainer import Meter, Trainer
 
 ROOT = Path(__file__).parents[1]

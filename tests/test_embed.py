@@ -18,13 +18,14 @@ import pytest
 import torch
 import transformers
 
-from electra import cli, hf
-from electra import embed as module
+from electra import cli
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
-from electra.embed import embed, embed_file, for_sentence_transformers
+from electra.data.tokenizer import Tokenizer
 from electra.errors import ElectraError, Stopped
+from electra.formats import hf
 from electra.objectives import SpecialIds, build_objective
-from electra.tokenizer import Tokenizer
+from electra.use import embed as module
+from electra.use.embed import embed, embed_file, for_sentence_transformers
 
 ROOT = Path(__file__).parents[1]
 CONFIG = EncoderConfig(

@@ -26,12 +26,13 @@ import pytest
 import torch
 from artefacts import SMALLEST, SQUAD, Artefacts, make_artefacts
 
-import electra.text
-from electra import cli, files, finetune
+import electra.data.text
+from electra import cli, files
 from electra.config import to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
+from electra.data.tokenizer import Tokenizer
+from electra.finetuning import finetune
 from electra.objectives import ReplacedTokenDetection
-from electra.tokenizer import Tokenizer
 from electra.trainer import Trainer
 
 CHECKPOINT = Path(__file__).parent / "fixtures" / "tf"
@@ -786,7 +787,7 @@ INPUTS: dict[str, Source] = {
 @pytest.fixture
 def growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is read gets a line more while it is read."""
-    read = electra.text._document_lines
+    read = electra.data.text._document_lines
 
     def grow(path: Path, *rest: Any) -> Iterator[tuple[int, str]]:
         for line in read(path, *rest):
@@ -795,7 +796,7 @@ def growing(monkeypatch: pytest.MonkeyPatch) -> None:
                 file.write("more\n")
             break
 
-    monkeypatch.setattr(electra.text, "_document_lines", grow)
+    monkeypatch.setattr(electra.data.text, "_document_lines", grow)
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -809,7 +810,7 @@ def test_a_hostile_input_has_the_outcome_of_the_page(
     ((outcome, said),) = (
         (row[0][1], row[1]) for row in rows_of("Inputs").items() if row[0][0] == name
     )
-    monkeypatch.setattr(electra.text, "MAX_ROW", 1 << 17)
+    monkeypatch.setattr(electra.data.text, "MAX_ROW", 1 << 17)
     if "grows" in name:
         request.getfixturevalue("growing")
     source = INPUTS[name](place)

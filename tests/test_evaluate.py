@@ -15,16 +15,17 @@ import transformers
 from conftest import SEQUENCE_LENGTH, language
 
 import electra
-from electra import card, cli, hf
+from electra import cli
 from electra import evaluate as module
 from electra.config import PretrainConfig
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer, train_tokenizer
 from electra.errors import ElectraError
 from electra.evaluate import EVAL_SEED, evaluate, evaluate_model
-from electra.extend import _grow
+from electra.formats import card, hf
+from electra.formats.extend import _grow
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics
-from electra.tokenizer import Tokenizer, train_tokenizer
 
 
 def changed(config: PretrainConfig, **groups: dict[str, Any]) -> PretrainConfig:

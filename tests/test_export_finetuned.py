@@ -17,15 +17,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from electra import hf
 from electra.config import EncoderConfig, PretrainConfig
+from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import CorruptError, ElectraError
-from electra.features import TaskBatch
-from electra.heads import Form, TaskModel, build_head
+from electra.finetuning.features import TaskBatch
+from electra.finetuning.heads import Form, TaskModel, build_head
+from electra.finetuning.tasks import Kind, Task
+from electra.formats import hf
 from electra.objectives import SpecialIds, build_objective
-from electra.tasks import Kind, Task
-from electra.tokenizer import Tokenizer
 
 CONFIG = EncoderConfig(
     layers=2,

@@ -14,15 +14,16 @@ from conftest import SEQUENCE_LENGTH, SPECIAL, commands_of, language
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from electra import card, cli, hf
+from electra import cli
 from electra.config import PretrainConfig
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer, _bert, normalizers
 from electra.errors import ElectraError
-from electra.extend import choose, extend
+from electra.formats import card, hf
+from electra.formats.extend import choose, extend
 from electra.objectives import build_objective
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics
-from electra.tokenizer import SPECIAL_TOKENS, Tokenizer, _bert, normalizers
 
 WORDS = ["riverbird", "stonewind", "Firesong", "bright-riverbird", "naïve"]
 

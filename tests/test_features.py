@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from electra.features import (
+from electra.data.tokenizer import Tokenizer
+from electra.finetuning.features import (
     BUCKETS,
     DeviceFeatures,
     Features,
@@ -18,7 +19,6 @@ from electra.features import (
     encode_texts,
     encode_words,
 )
-from electra.tokenizer import Tokenizer
 
 WORDS = [
     "the",

@@ -27,20 +27,29 @@ from safetensors.numpy import load_file
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from electra import cli, hf, recipes, runtime, squad, tasks
-from electra import finetune as module
+from electra import cli, recipes, runtime
 from electra.config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
+from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import CorruptError, ElectraError, Stopped
-from electra.features import Features
-from electra.finetune import SquadData, TextData, Trainer, finetune, layer_multipliers, resolve
-from electra.glue import SQUAD, answer_texts
-from electra.heads import TaskModel, build_head
-from electra.hf import LoadedEncoder
-from electra.report import report
+from electra.finetuning import finetune as module
+from electra.finetuning import squad, tasks
+from electra.finetuning.features import Features
+from electra.finetuning.finetune import (
+    SquadData,
+    TextData,
+    Trainer,
+    finetune,
+    layer_multipliers,
+    resolve,
+)
+from electra.finetuning.glue import SQUAD, answer_texts
+from electra.finetuning.heads import TaskModel, build_head
+from electra.finetuning.tasks import GLUE, Examples, Loaded, Task
+from electra.formats import hf
+from electra.formats.hf import LoadedEncoder
 from electra.runlog import read_metrics
-from electra.tasks import GLUE, Examples, Loaded, Task
-from electra.tokenizer import Tokenizer
+from electra.studies.report import report
 
 ROOT = Path(__file__).parents[1]
 NOUNS = ["river", "stone", "bird", "house", "wind", "child", "tree", "song", "road", "fire"]

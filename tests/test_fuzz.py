@@ -33,21 +33,23 @@ from artefacts import SMALLEST, SQUAD, Artefacts, make_artefacts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from electra import cli, hf, squad, tasks
-from electra.check import check_corpus, check_text
+from electra import cli
 from electra.checkpoint import read_checkpoint
 from electra.config import FinetuneConfig, PretrainConfig, from_dict, read_settings_file, to_dict
-from electra.corpus import Corpus, prepare
+from electra.data.check import check_corpus, check_text
+from electra.data.corpus import Corpus, prepare
+from electra.data.text import TextStats, expand_inputs, read_documents
+from electra.data.tokenizer import LineEncoder, Tokenizer
 from electra.errors import CorruptError, ElectraError, Stopped
 from electra.files import json_sha256, read_json, sha256_file
-from electra.plan import make_plan
+from electra.finetuning import squad, tasks
+from electra.finetuning.squad import Question
+from electra.finetuning.tasks import GLUE, Task
+from electra.formats import hf
 from electra.recipes import recipe
-from electra.report import report
 from electra.rundir import load_run
-from electra.squad import Question
-from electra.tasks import GLUE, Task
-from electra.text import TextStats, expand_inputs, read_documents
-from electra.tokenizer import LineEncoder, Tokenizer
+from electra.studies.plan import make_plan
+from electra.studies.report import report
 
 LONGER = 102  # times as many inputs in the long tier
 

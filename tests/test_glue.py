@@ -17,11 +17,12 @@ import pytest
 import torch
 import transformers
 
-from electra import cli, glue
+from electra import cli
 from electra.config import FinetuneConfig
+from electra.data.tokenizer import Tokenizer
 from electra.errors import ElectraError, NumericError
-from electra.hf import load_encoder, load_finetuned
-from electra.tokenizer import Tokenizer
+from electra.finetuning import glue
+from electra.formats.hf import load_encoder, load_finetuned
 
 ROOT = Path(__file__).parents[1]
 NOUNS = ["river", "stone", "bird", "house", "wind", "child", "tree", "song", "road", "fire"]
@@ -487,7 +488,7 @@ def test_again_is_only_a_table(
 
     before = times()
     assert len(before) > 20
-    monkeypatch.delattr("electra.finetune.Trainer.step")
+    monkeypatch.delattr("electra.finetuning.finetune.Trainer.step")
     electra("glue --model", model, "--data", folder, "--out", whole, QUICK)
     assert times() == before
     shown = capsys.readouterr().out

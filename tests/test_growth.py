@@ -20,7 +20,7 @@ import start_speed
 import torch
 from conftest import SEQUENCE_LENGTH
 
-from electra.shards import Corpus
+from electra.data.shards import Corpus
 
 
 def test_a_table_of_growth_changes_one_thing() -> None:

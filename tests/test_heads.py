@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from electra.config import EncoderConfig
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import ElectraError
-from electra.features import TaskBatch
-from electra.heads import (
+from electra.finetuning.features import TaskBatch
+from electra.finetuning.heads import (
     ANSWER_TOKENS,
     Form,
     Head,
@@ -26,8 +26,8 @@ from electra.heads import (
     build_head,
     initialise_head,
 )
+from electra.finetuning.tasks import Kind
 from electra.randomness import StepRng
-from electra.tasks import Kind
 
 # Pairwise different, so that no transposed or swapped axis can pass.
 B, T, V, D, C = 5, 19, 31, 22, 3

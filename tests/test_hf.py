@@ -16,7 +16,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from electra import hf
 from electra.checkpoint import write_checkpoint
 from electra.config import (
     DataConfig,
@@ -27,9 +26,10 @@ from electra.config import (
     Sharing,
     to_dict,
 )
+from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from electra.errors import CorruptError, ElectraError
+from electra.formats import hf
 from electra.objectives import Objective, SpecialIds, build_objective
-from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # Pairwise different, so that no transposed or swapped axis can pass.
 E, D, F, LAYERS, POSITIONS = 14, 22, 34, 3, 29

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from electra import fused, kernels, optim
+from electra import optim
 from electra.config import EncoderConfig
 from electra.corruption import lay_out, sample
 from electra.encoder import Block, Embeddings, Encoder
 from electra.errors import ElectraError
+from electra.gpu import fused, kernels
 from electra.objectives import Batch, SpecialIds, build_objective
 from electra.randomness import SeededDropout, StepRng, _hash32
 from electra.recipes import recipe

@@ -20,11 +20,11 @@ import pytest
 from test_corpus import content, make_text
 
 from electra import cli
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer
 from electra.errors import ElectraError
 from electra.files import exclusive
 from electra.runlog import read_metrics
-from electra.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 STEPS, KILLS = 130, 20
@@ -223,7 +223,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import torch.utils.tensorboard
-from electra import checkpoint, cli, corpus, pretrain
+from electra import checkpoint, cli, pretrain
+from electra.data import corpus
 
 def at(module, name, number, times):
     function = getattr(module, name)
@@ -398,7 +399,8 @@ def test_a_signal_during_the_first_compilation_ends_at_once_and_damages_nothing(
 SIGNALLED_PREPARE = """
 import json, os, random, signal, sys, time
 from pathlib import Path
-from electra import cli, corpus
+from electra import cli
+from electra.data import corpus
 
 corpus.prepare.__kwdefaults__["shard_bytes"] = 6000
 out, moments, argv, draw = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:], random.Random(5)

@@ -17,17 +17,18 @@ import notebook as notebooks
 import numpy as np
 import pytest
 import torch
-from conftest import SEQUENCE_LENGTH, language
+from conftest import MODULES, SEQUENCE_LENGTH, language
 
 import electra
-from electra import hf, report
-from electra.corpus import Corpus
-from electra.demo_text import find_text
-from electra.detect import Alternative, Detection, Token, Word, detect
-from electra.embed import embed
+from electra.data.corpus import Corpus
 from electra.errors import ElectraError, Stopped
-from electra.glue import predict_rows
+from electra.finetuning.glue import predict_rows
+from electra.formats import hf
 from electra.runlog import read_metrics
+from electra.studies import report
+from electra.use.demo_text import find_text
+from electra.use.detect import Alternative, Detection, Token, Word, detect
+from electra.use.embed import embed
 
 ROOT = Path(__file__).parents[1]
 SETTINGS: dict[str, Any] = {
@@ -100,9 +101,9 @@ def test_every_public_name_is_there_and_documented() -> None:
 
 def test_no_function_hides_behind_a_module_of_its_name() -> None:
     """A module that is imported becomes an attribute of the package, whatever stood there."""
-    for path in (ROOT / "electra").glob("*.py"):
-        if path.stem not in ("__init__", "__main__", "unpickle"):
-            importlib.import_module(f"electra.{path.stem}")
+    for name in MODULES.values():
+        if name != "electra.formats.unpickle":
+            importlib.import_module(name)
     assert all(callable(getattr(electra, n)) for n in electra.__all__ if n != "__version__")
 
 

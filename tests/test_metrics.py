@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from sklearn import metrics as sk
 
-from electra.metrics import (
+from electra.finetuning.metrics import (
     accuracy,
     confusion,
     f1,
@@ -26,7 +26,7 @@ from electra.metrics import (
     spearman,
     summary,
 )
-from electra.tasks import GLUE, Task
+from electra.finetuning.tasks import GLUE, Task
 
 TAGS = Task(name="t", kind="tagging", metric="f1", labels=("O", "B-A", "I-A", "B-C"))
 

@@ -44,9 +44,9 @@ from electra.objectives import (
     build_objective,
 )
 from electra.optim import Adam, is_decayed, learning_rate
-from electra.plan import count_parameters
 from electra.randomness import StepRng
 from electra.recipes import recipe
+from electra.studies.plan import count_parameters
 
 # ---------------------------------------------------------------------- losses
 

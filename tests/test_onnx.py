@@ -13,15 +13,16 @@ import pytest
 import torch
 import transformers
 
-from electra import cli, hf, onnx_export
+from electra import cli
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
+from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import CorruptError, ElectraError
-from electra.heads import Form, TaskModel, build_head
+from electra.finetuning.heads import Form, TaskModel, build_head
+from electra.finetuning.tasks import Kind, Task
+from electra.formats import hf, onnx_export
+from electra.formats.onnx_export import export_onnx
 from electra.objectives import SpecialIds, build_objective
-from electra.onnx_export import export_onnx
-from electra.tasks import Kind, Task
-from electra.tokenizer import Tokenizer
 
 CONFIG = EncoderConfig(
     layers=1, hidden_size=24, ffn_size=34, attention_heads=2, embedding_size=14, max_positions=29

@@ -11,11 +11,12 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from electra import kernels, optim
+from electra import optim
 from electra.config import OptimConfig
 from electra.encoder import LayerNorm
 from electra.errors import CorruptError
 from electra.exchange import Exchange
+from electra.gpu import kernels
 from electra.optim import Adam, is_decayed, learning_rate, orthogonal, orthogonal_by_gram
 
 

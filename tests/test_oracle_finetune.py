@@ -17,11 +17,11 @@ from torch import Tensor
 
 from electra.config import OptimConfig
 from electra.encoder import Embeddings, Encoder
-from electra.features import TaskBatch
-from electra.finetune import layer_multipliers
-from electra.heads import SpanHead, TaskModel, build_head
+from electra.finetuning.features import TaskBatch
+from electra.finetuning.finetune import layer_multipliers
+from electra.finetuning.heads import SpanHead, TaskModel, build_head
+from electra.finetuning.tasks import Kind
 from electra.optim import Adam, learning_rate
-from electra.tasks import Kind
 
 JOINT = {
     "start": "squad/dense",

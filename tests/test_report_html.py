@@ -12,8 +12,8 @@ import pytest
 from test_ablate import a_cell, a_study
 from test_report import EVIL, pretraining, results, write
 
-from electra.report import report
-from electra.report_html import to_html
+from electra.studies.report import report
+from electra.studies.report_html import to_html
 
 SVG = {"svg", "defs", "g", "path", "use", "style", "clippath", "rect", "text", "tspan", "title"}
 OURS = {"html", "head", "meta", "title", "style", "body", "div", "h1", "h2", "h3", "p", "b", "ul"}

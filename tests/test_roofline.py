@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from electra import fused
 from electra.cli import run
 from electra.config import PretrainConfig, from_dict
 from electra.exchange import PIECES
+from electra.gpu import fused
 from electra.objectives import WithGenerator
-from electra.plan import make_plan
 from electra.recipes import recipe
-from electra.roofline import DEVICES, LINKS, Device, Model
+from electra.studies.plan import make_plan
+from electra.studies.roofline import DEVICES, LINKS, Device, Model
 
 RESULTS = Path(__file__).parents[1] / "results"
 H200, TWO_CORES = DEVICES["H200"], DEVICES["cpu, 2 cores"]

@@ -25,16 +25,17 @@ from safetensors.torch import load_file
 from test_checkpoint import assert_is, tensors
 from test_pretrain import assert_same_run, with_run
 
-from electra import cli, files, hf, onnx_export
+from electra import cli, files
 from electra import pretrain as loop
 from electra.checkpoint import Saver, load_newest, size_of
 from electra.config import PretrainConfig, from_dict
-from electra.corpus import Corpus, prepare
+from electra.data.corpus import Corpus, prepare
+from electra.data.tokenizer import Tokenizer
 from electra.errors import DiskFull, ElectraError, Stopped
+from electra.formats import hf, onnx_export
 from electra.pretrain import pretrain
 from electra.rundir import load_run
 from electra.runlog import RunLog, read_metrics
-from electra.tokenizer import Tokenizer
 from electra.trackers import Tracker
 
 ROOT = Path(__file__).parents[1]
@@ -308,7 +309,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import torch.utils.tensorboard
-from electra import checkpoint, cli, hf
+from electra import checkpoint, cli
+from electra.formats import hf
 
 hf._compare = lambda *_: []
 work, argv, tries = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
@@ -406,7 +408,7 @@ def test_tensorboard_without_room_is_a_warning_and_no_traceback(
 REPLACING = """
 import os, shutil, sys
 from pathlib import Path
-from electra.hf import _replacing
+from electra.formats.hf import _replacing
 
 def write(out, text):
     with _replacing(out) as folder:

@@ -44,10 +44,11 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from test_cli import MICRO, electra
 
-from electra import runtime, squad
+from electra import runtime
 from electra.config import RunConfig, to_dict
+from electra.data.tokenizer import LineEncoder, Tokenizer
 from electra.files import json_bytes, json_sha256, sha256_file, xxh3_file
-from electra.tokenizer import LineEncoder, Tokenizer
+from electra.finetuning import squad
 
 ROOT = Path(__file__).parents[1]
 EVIL = "<script>alert(1)<!--x--> [l](javascript:1) ![i](j) `b` **c** | &amp;"  # fits a file name
@@ -1091,7 +1092,7 @@ BOMB_BYTES = 64 << 20
 READ_BOMB = """
 import resource, sys
 from pathlib import Path
-from electra.text import TextStats, read_documents
+from electra.data.text import TextStats, read_documents
 import pyarrow
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 stats = TextStats()

@@ -25,18 +25,19 @@ import torch
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from electra import card, hf, serve
 from electra.api import load_finetuned
 from electra.config import EncoderConfig, GeneratorConfig, PretrainConfig
-from electra.detect import cut, detect
-from electra.embed import embed
+from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
-from electra.glue import SQUAD, predict_rows
-from electra.heads import TaskModel, build_head, initialise_head
+from electra.finetuning.glue import SQUAD, predict_rows
+from electra.finetuning.heads import TaskModel, build_head, initialise_head
+from electra.finetuning.tasks import Task
+from electra.formats import card, hf
 from electra.objectives import SpecialIds, build_objective
-from electra.tasks import Task
-from electra.tokenizer import Tokenizer
-from electra.web import Limits
+from electra.use import serve
+from electra.use.detect import cut, detect
+from electra.use.embed import embed
+from electra.use.web import Limits
 
 ROOT = Path(__file__).parents[1]
 ENCODER = EncoderConfig(

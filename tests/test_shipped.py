@@ -15,9 +15,9 @@ from rich.console import Console
 
 import electra
 from electra import cli, files
-from electra import demo as demo_module
-from electra.corpus import Corpus
-from electra.demo_text import Prose
+from electra.data.corpus import Corpus
+from electra.use import demo as demo_module
+from electra.use.demo_text import Prose
 
 SHIPPED = files.SHIPPED
 ROOT = Path(__file__).parents[1]
@@ -137,7 +137,7 @@ def test_the_page_shows_runs_where_it_is_missing(
     nothing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("electra.ui.ui", lambda *args: given.extend(args) or 0)
+    monkeypatch.setattr("electra.use.ui.ui", lambda *args: given.extend(args) or 0)
     assert cli.run(["ui"]) == 0
     assert given[0] is None
     assert "only runs are shown" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import MODULES
 
 from electra import cli
 
@@ -53,9 +54,8 @@ def test_no_page_loads_anything_from_elsewhere(site: Path) -> None:
 
 def test_the_reference_has_every_module_and_what_is_documented_in_it(site: Path) -> None:
     text = (site / "api.html").read_text(encoding="utf-8")
-    for file in (ROOT / "electra").glob("*.py"):
-        if file.stem not in ("__init__", "__main__"):
-            assert f'id="module-electra.{file.stem}"' in text
+    for name in MODULES.values():
+        assert f'id="module-{name}"' in text
     for name in (
         "corruption.sample",
         "config.RunConfig.minutes",  # a field
@@ -69,16 +69,17 @@ def test_the_reference_has_every_module_and_what_is_documented_in_it(site: Path)
 
 def test_every_name_on_the_tour_exists() -> None:
     text = (DOCS / "tour.md").read_text(encoding="utf-8")
-    modules = {p.stem for p in (ROOT / "electra").glob("*.py")}
     named = re.findall(r"`(\w+)\.([A-Za-z]\w*(?:\.\w+)*)`", text)
-    ours = [(module, path) for module, path in named if module in modules and path != "py"]
+    files = [p for p in (ROOT / "electra").rglob("*.py") if p.stem not in ("__init__", "__main__")]
+    assert len(MODULES) == len(files)  # no two have one name
+    ours = [(module, path) for module, path in named if module in MODULES and path != "py"]
     assert len(ours) > 50
     for module, path in ours:
-        thing: Any = importlib.import_module(f"electra.{module}")
+        thing: Any = importlib.import_module(MODULES[module])
         for part in path.split("."):
             assert hasattr(thing, part), f"{module}.{path}"
             thing = getattr(thing, part)
-    left_out = modules - {module for module, _ in ours} - {"__init__", "__main__"}
+    left_out = set(MODULES) - {module for module, _ in ours}
     assert left_out <= {"demo", "demo_text", "environment", "features", "unpickle"}
 
 

@@ -24,14 +24,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_text import COMPRESS, fails, read
 
-import electra.text
+import electra.data.text
 from electra import cli
-from electra.corpus import prepare
+from electra.data.corpus import prepare
+from electra.data.sources import plain_text
+from electra.data.text import MAX_DOCUMENT, TextStats, expand_inputs, read_documents
+from electra.data.tokenizer import Tokenizer
 from electra.errors import EXIT_STOPPED, EXIT_USER, ElectraError, Stopped
 from electra.rundir import load_run
-from electra.sources import plain_text
-from electra.text import MAX_DOCUMENT, TextStats, expand_inputs, read_documents
-from electra.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------- web archives
 
@@ -119,7 +119,7 @@ FLAT = """
 import resource, sys
 from pathlib import Path
 from electra.errors import ElectraError
-from electra.text import TextStats, read_documents
+from electra.data.text import TextStats, read_documents
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     for _ in read_documents([Path(sys.argv[1])], stats=TextStats()):
@@ -235,7 +235,7 @@ LAUGHS = (
 def test_what_is_no_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, what: str
 ) -> None:
-    monkeypatch.setattr(electra.text, "MAX_ROW", 2048)
+    monkeypatch.setattr(electra.data.text, "MAX_ROW", 2048)
     path = tmp_path / "a.xml"
     path.write_text(text)
     fails(path, what)

@@ -14,13 +14,13 @@ import torch
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from electra import squad
 from electra.config import EncoderConfig
+from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from electra.errors import ElectraError, NumericError
-from electra.features import Features, TaskBatch
-from electra.heads import build_head
-from electra.squad import Answers, Question, Window
-from electra.tokenizer import SPECIAL_TOKENS, Tokenizer
+from electra.finetuning import squad
+from electra.finetuning.features import Features, TaskBatch
+from electra.finetuning.heads import build_head
+from electra.finetuning.squad import Answers, Question, Window
 
 
 @pytest.fixture(scope="module")

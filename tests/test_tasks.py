@@ -18,9 +18,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import electra.tasks
+import electra.finetuning.tasks
 from electra.errors import EXIT_USER, ElectraError
-from electra.tasks import GLUE, Loaded, Task, available, load, read_inputs, write_predictions
+from electra.finetuning.tasks import (
+    GLUE,
+    Loaded,
+    Task,
+    available,
+    load,
+    read_inputs,
+    write_predictions,
+)
 
 Write = Callable[[str, bytes | str], Path]
 
@@ -602,6 +610,6 @@ def test_bad_inputs(write: Write) -> None:
 
 
 def test_the_limit_of_a_field_is_not_that_of_a_text(write: Write) -> None:
-    long = "x " * (electra.tasks._MAX_FIELD // 4)
+    long = "x " * (electra.finetuning.tasks._MAX_FIELD // 4)
     task = Task(name="t", kind="classification", metric="accuracy", texts=("text",))
     assert read_inputs(write("a.csv", f"text\n{long}\n"), task).texts == [(long,)]

@@ -20,9 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import electra.text
+import electra.data.text
+from electra.data.text import MAX_DOCUMENT, MAX_LINE, TextStats, draw, expand_inputs, read_documents
 from electra.errors import EXIT_USER, ElectraError
-from electra.text import MAX_DOCUMENT, MAX_LINE, TextStats, draw, expand_inputs, read_documents
 
 Write = Callable[[str, bytes | str], Path]
 
@@ -99,7 +99,7 @@ def test_a_line_end_on_the_border_of_two_blocks(
 ) -> None:
     text = "one\r\ntwo\r\r\nzwölf\rdrei 😀\r\n"
     for size in range(1, len(text.encode()) + 1):
-        monkeypatch.setattr(electra.text, "_BLOCK", size)
+        monkeypatch.setattr(electra.data.text, "_BLOCK", size)
         assert read(write("a.txt", text))[0] == [("one", "two"), ("zwölf", "drei 😀")]
 
 
@@ -164,7 +164,7 @@ def test_invalid_utf8_is_placed_across_blocks(
     content = b"\xef\xbb\xbf" + "zwölf\n".encode() * 10 + b"ab\xffcd"
     path = write("a.txt", content)
     for size in range(3, 30):
-        monkeypatch.setattr(electra.text, "_BLOCK", size)
+        monkeypatch.setattr(electra.data.text, "_BLOCK", size)
         fails(path, "0xff", f"line 11, byte {content.index(255)}")
 
 
@@ -261,7 +261,7 @@ def test_bad_json_names_file_and_line(write: Write, row: str, what: str) -> None
 
 
 def test_a_json_row_without_end(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(electra.text, "MAX_ROW", 1 << 17)
+    monkeypatch.setattr(electra.data.text, "MAX_ROW", 1 << 17)
     fails(write("a.json", '{"text": "' + "x" * (1 << 18)), "more than 131,072", "line 1")
 
 
@@ -343,7 +343,7 @@ def test_memory_is_flat_in_the_size_of_the_input(tmp_path: Path, shape: str) -> 
     code = """
 import re, sys
 from pathlib import Path
-from electra.text import TextStats, read_documents
+from electra.data.text import TextStats, read_documents
 stats = TextStats()
 for _ in read_documents([Path(sys.argv[1])], stats=stats):
     pass
@@ -362,7 +362,7 @@ print(stats.characters, peak // 1024)
             capture_output=True,
             text=True,
             check=True,
-            cwd=Path(electra.text.__file__).parents[1],
+            cwd=Path(electra.data.text.__file__).parents[2],
         ).stdout
         characters, peak = map(int, printed.split())
         assert characters == megabytes * 5000 * 200

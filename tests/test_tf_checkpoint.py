@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from electra import cli, hf
+from electra import cli
 from electra.config import (
     DataConfig,
     EncoderConfig,
@@ -33,10 +33,11 @@ from electra.config import (
     ObjectiveConfig,
     PretrainConfig,
 )
+from electra.data.tokenizer import Tokenizer
 from electra.errors import CorruptError, ElectraError
+from electra.formats import hf
+from electra.formats.tf_checkpoint import crc32c, find, read_bundle
 from electra.objectives import SpecialIds, build_objective
-from electra.tf_checkpoint import crc32c, find, read_bundle
-from electra.tokenizer import Tokenizer
 
 REAL = Path(__file__).parent / "fixtures" / "tf"
 ORACLE = Path(__file__).parent / "oracle"

@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-import electra.tokenizer
+import electra.data.tokenizer
+from electra.data.text import TextStats
+from electra.data.tokenizer import (
+    SPECIAL_TOKENS,
+    LineEncoder,
+    Tokenizer,
+    take_runs,
+    train_tokenizer,
+)
 from electra.errors import ElectraError, Stopped
-from electra.text import TextStats
-from electra.tokenizer import SPECIAL_TOKENS, LineEncoder, Tokenizer, take_runs, train_tokenizer
 
 ORACLE = Path(__file__).parent / "oracle"
 NASTY = (
@@ -133,7 +139,7 @@ def test_cutting_a_long_text_changes_no_token_and_no_offset(
     marked.backend.add_tokens([AddedToken("a-!", normalized=False)])
     texts = [*texts, ascii, "".join(texts), *NASTY]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(electra.tokenizer, "_PIECE", 3)
+        patch.setattr(electra.data.tokenizer, "_PIECE", 3)
         for name, tokenizer in (tokenizers | {"marks in a token": marked}).items():
             wanted = tokenizer.backend.encode_batch(texts, add_special_tokens=False)
             found = list(tokenizer.encode_with_offsets(texts))
@@ -321,7 +327,7 @@ def sentences(path: Path, size: int = 2000) -> Path:
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     path = sentences(tmp_path / "a.txt")
     code = (
-        "import sys; from electra.tokenizer import train_tokenizer\n"
+        "import sys; from electra.data.tokenizer import train_tokenizer\n"
         "t = train_tokenizer([sys.argv[1]], vocab_size=300)\n"
         "print(t.hash, t.vocab_size)"
     )
@@ -331,7 +337,7 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             check=True,
-            cwd=Path(electra.tokenizer.__file__).parents[1],
+            cwd=Path(electra.data.tokenizer.__file__).parents[2],
         ).stdout
         for _ in range(10)
     }

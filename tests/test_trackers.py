@@ -21,7 +21,7 @@ import pytest
 
 from electra import trackers
 from electra.config import PretrainConfig, RunConfig, to_dict
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.errors import CorruptError, ElectraError
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from electra.checkpoint import read_checkpoint
 from electra.config import PretrainConfig
-from electra.corpus import Corpus
+from electra.data.corpus import Corpus
 from electra.evaluate import Evaluation, evaluate
 from electra.objectives import SpecialIds, build_objective, disc_share
 from electra.pretrain import pretrain

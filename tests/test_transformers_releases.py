@@ -24,8 +24,8 @@ import test_hf as pretrained
 import torch
 from safetensors.torch import save_file
 
-from electra import hf
-from electra.tokenizer import Tokenizer, train_tokenizer
+from electra.data.tokenizer import Tokenizer, train_tokenizer
+from electra.formats import hf
 
 ROOT = Path(__file__).parents[1]
 RELEASE = os.environ.get("ELECTRA_TRANSFORMERS", "")

@@ -31,13 +31,14 @@ from conftest import SEQUENCE_LENGTH, language, settings
 
 pytest.importorskip("starlette")
 
-from electra import hf, ui
-from electra.corpus import Corpus
-from electra.detect import cut, detect
+from electra.data.corpus import Corpus
 from electra.errors import ElectraError
 from electra.files import exclusive
+from electra.formats import hf
 from electra.pretrain import pretrain
-from electra.ui import UPLOAD_BYTES, Job, Page, find_runs, health
+from electra.use import ui
+from electra.use.detect import cut, detect
+from electra.use.ui import UPLOAD_BYTES, Job, Page, find_runs, health
 
 TEXT = "one old river hear stone . all green child hold house ."  # a token each
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -333,7 +334,7 @@ def test_two_requests_are_computed_sixteen_wait_and_more_come_back_later(
         gate.set()
         return sorted([answer.status for answer in await asyncio.gather(*tasks)])
 
-    monkeypatch.setattr("electra.ui.corrupt", slow)
+    monkeypatch.setattr("electra.use.ui.corrupt", slow)
     assert asyncio.run(together()) == [200] * 18 + [503] * 2
     assert ask(page, "/api/detect", {"text": "one"}).status == 200  # there is room again
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from electra import fused, kernels, optim, pretrain
+from electra import optim, pretrain
+from electra.gpu import fused, kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -1,4 +1,4 @@
-"""What everything that listens refuses, on real sockets: see the table in electra/web.py."""
+"""What everything that listens refuses, on real sockets: see the table in electra/use/web.py."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from electra import web
 from electra.cli import ServeCommand, UiCommand
 from electra.errors import ElectraError
+from electra.use import web
 
 ROOT = Path(__file__).parents[1]
 APP = """
 import asyncio, json, sys
 from electra.errors import ElectraError
-from electra.web import *
+from electra.use.web import *
 
 async def echo(request):
     return JSONResponse({"text": text_field(await read_object(request), "text", app.limits.text)})

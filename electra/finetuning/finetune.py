@@ -1,0 +1,867 @@
+"""Fine-tuning: the discriminator's encoder under a task's head, once per seed.
+
+    RUN/finetune.json    settings, task, what it started from, machine
+    RUN/metrics.jsonl    losses and scores, seed by seed
+    RUN/seed-N/          result.json, predictions.safetensors, weights if they are kept
+    RUN/results.json     scores of all seeds, their median, mean, best and spread, the ensemble;
+                         of a user's classes also how many rows of which got which answer
+    RUN/model/           the best seed in the layout of transformers, with a card
+    RUN/test/            answers to the test set, as the task's server wants them
+
+The whole run of a seed is planned on the host beforehand (which rows, how long, what rate) and lies
+on the device; the step in `Trainer.train_step` then needs nothing from the host. On a GPU it is
+recorded once per batch length and replayed, for all seeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file as load_arrays
+from safetensors.numpy import save as arrays_bytes
+from safetensors.torch import load_file as load_tensors
+from safetensors.torch import save as tensors_bytes
+from torch import Tensor
+
+from .. import __version__
+from .. import runtime as runtimes
+from ..checkpoint import Saver, has_any, load_newest
+from ..config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
+from ..data.tokenizer import Tokenizer
+from ..encoder import Embeddings, Encoder
+from ..errors import CorruptError, ElectraError, NumericError, Stopped, StopRequest
+from ..files import exclusive, json_bytes, read_json, reading, write_atomic
+from ..formats.hf import LoadedEncoder, export_finetuned, refuse_foreign
+from ..optim import Adam, learning_rate
+from ..randomness import SeededDropout
+from ..rundir import differences
+from ..runlog import RunLog, read_metrics
+from ..runtime import Runtime
+from . import metrics, squad, tasks
+from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
+from .heads import TaskModel, build_head, empty_model, initialise_head
+from .tasks import Examples, Loaded, Task
+
+Predictions = dict[str, NDArray[Any]]
+
+_MAY_CHANGE = (
+    *("seeds", "keep", "eval_every", "save_every", "at_once", "license"),
+    *("device", "precision", "compile", "deterministic", "threads"),
+)
+_COMPILE_FROM = 15_000  # steps of all seeds from which it pays
+_AT_ONCE = 5  # seeds at once on a GPU
+
+
+def resolve(config: FinetuneConfig, encoder: EncoderConfig, task: Task) -> FinetuneConfig:
+    """`config` with everything decided (paper, table 7: by size and by task)."""
+    if encoder.hidden_size <= 256:
+        rate, decay = 3e-4, 0.8
+    elif encoder.hidden_size <= 768:
+        rate, decay = 1e-4, 0.8
+    else:
+        rate, decay = 5e-5, 0.9
+
+    is_known = task.kind == "qa" or task == tasks.GLUE.get(task.name)
+    is_at_end = is_known and config.keep_epoch == "last"
+    defaults = {
+        "learning_rate": rate,
+        "layer_decay": decay,
+        "epochs": float(task.epochs),
+        "both_orders": task.both_orders,
+        "dropout": encoder.dropout,
+        "attention_dropout": encoder.attention_dropout,
+        "eval_every": "end" if is_at_end else "epoch",
+    }
+    unset: dict[str, Any] = {n: v for n, v in defaults.items() if getattr(config, n) is None}
+    if config.length is not None and config.length > (longest := encoder.max_positions):
+        what = f"The model reads {longest} tokens at most, {config.length} are asked for."
+        raise ElectraError(what, where="length", fix=f"use --length {longest} or less")
+    length = config.length or min(task.length, encoder.max_positions)
+    return dataclasses.replace(config, length=length, **unset)
+
+
+def layer_multipliers(
+    model: TaskModel, decay: float, levels: Literal["one_each", "released"] = "one_each"
+) -> dict[str, float]:
+    """Layer-wise learning rates: decay^level, level 0 for the head and growing downwards.
+
+    one_each: the top layer has level 1, the embeddings L + 1. released: the code still counts a
+    pooler that is not there, so the top layer has level 2 and the embeddings L + 2.
+    """
+    L, gap = model.encoder.config.layers, int(levels == "released")
+
+    def level(name: str) -> int:
+        if name.startswith("head."):
+            return 0
+        if name.startswith("encoder.blocks."):
+            return L - int(name.split(".")[2]) + gap
+        return L + 1 + gap
+
+    return {name: decay ** level(name) for name, _ in model.named_parameters()}
+
+
+# ---------------------------------------------------------------------- data of a task
+
+
+class TextData:
+    """Classification, regression and tagging. What training asks of it, SquadData has as well."""
+
+    def __init__(self, loaded: Loaded, tokenizer: Tokenizer, config: FinetuneConfig) -> None:
+        """config: resolved."""
+        self.task, self.examples = loaded.task, loaded.splits
+        self.outputs = 1 if self.task.kind == "regression" else len(self.task.labels)
+        self._tokenizer, self._length = tokenizer, config.length or loaded.task.length
+        train = loaded.splits["train"]
+        if config.max_train is not None:
+            train = Examples(*(part[: config.max_train] for part in dataclasses.astuple(train)))
+        if config.both_orders and len(self.task.texts) == 2:
+            swapped = [(b, a) for a, b in train.texts]
+            train = Examples(train.texts + swapped, train.labels * 2, train.ids * 2)
+        self.train = self.encode(train)
+        # The first one is reported.
+        self.splits = {n: self.encode(e) for n, e in loaded.splits.items() if n != "train"}
+
+    def encode(self, examples: Examples) -> Features:
+        if self.task.kind == "tagging":
+            return encode_words(examples.texts, examples.labels, self._tokenizer, self._length)
+        is_number = self.task.kind == "regression"
+        known = examples.labels or [0] * len(examples.texts)
+        labels = np.array(known, np.float64 if is_number else np.int64)
+        if is_number:
+            labels = (labels - self.task.offset).astype(np.float32) / np.float32(self.task.scale)
+        return encode_texts(examples.texts, labels, self._tokenizer, self._length)
+
+    def answers(self, predictions: Predictions, features: Features) -> list[Any]:
+        """Class indices, numbers in the data's own unit, or the tag indices of each sentence."""
+        logits = predictions["logits"]
+        if self.task.kind == "regression":
+            scaled = logits[:, 0] * np.float32(self.task.scale)
+            return (scaled.astype(np.float64) + self.task.offset).tolist()
+        best = logits.argmax(-1)
+        if self.task.kind == "classification":
+            return best.tolist()
+        words = (features.targets["labels"] >= 0).sum(1)  # of each row
+        owner = np.repeat(features.example, words)
+        ends = np.searchsorted(owner, np.arange(int(features.example.max(initial=-1)) + 2))
+        return [best[a:b].tolist() for a, b in itertools.pairwise(ends)]
+
+    def _graded(self, split: str, predictions: Predictions) -> tuple[list[Any], list[Any]]:
+        """The answers, and the labels they should be."""
+        return self.answers(predictions, self.splits[split]), self.examples[split].labels
+
+    def score(self, split: str, predictions: Predictions) -> dict[str, float]:
+        if not self.examples[split].labels:
+            return {}
+        return metrics.score(self.task, *self._graded(split, predictions))
+
+    def confusion(self, split: str, predictions: Predictions) -> dict[str, dict[str, int]]:
+        return metrics.confusion(self.task, *self._graded(split, predictions))
+
+    def failed(self, split: str, predictions: Predictions) -> bool:
+        return metrics.is_degenerate(self.task, *self._graded(split, predictions))
+
+    def ensemble(self, predictions: Sequence[Predictions]) -> Predictions | None:
+        """Mean probability of each class, or mean value."""
+        logits = np.stack([p["logits"] for p in predictions]).astype(np.float64)
+        if self.task.kind != "regression":
+            logits -= logits.max(-1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+            return {"logits": np.log(np.exp(logits).mean(0))}
+        return {"logits": logits.mean(0)}
+
+    def write_test(self, split: str, predictions: Predictions, out: Path) -> None:
+        answers, ids = self.answers(predictions, self.splits[split]), self.examples[split].ids
+        tasks.write_predictions(self.task, split, ids, answers, out)
+
+
+class SquadData:
+    """Questions on passages."""
+
+    def __init__(
+        self,
+        questions: dict[str, list[squad.Question]],
+        task: Task,
+        tokenizer: Tokenizer,
+        config: FinetuneConfig,
+    ) -> None:
+        """config: resolved."""
+        self.task, self.questions, self.outputs = task, questions, 2
+        self._threshold = squad.RELEASED_THRESHOLD if task.name == "squad2" else None
+        length = config.length or task.length
+        train = questions["train"][: config.max_train]
+        self.train, _ = squad.windows(train, tokenizer, length=length, training=True)
+        self.splits: dict[str, Features] = {}
+        self._windows: dict[str, list[squad.Window]] = {}
+        for name, asked in questions.items():
+            if name != "train":
+                found = squad.windows(asked, tokenizer, length=length, training=False)
+                self.splits[name], self._windows[name] = found
+
+    def _answers(self, split: str, predictions: Predictions) -> squad.Answers:
+        return squad.answers(self.questions[split], self._windows[split], predictions)
+
+    def score(self, split: str, predictions: Predictions) -> dict[str, float]:
+        try:
+            given = self._answers(split, predictions)
+        except NumericError:  # a seed that diverged has failed; the others go on
+            return {"exact": 0.0, "f1": 0.0, self.task.metric: 0.0}
+        scores = squad.evaluate(self.questions[split], given, self._threshold)
+        return {n: v if n.endswith("threshold") else v / 100 for n, v in scores.items()}
+
+    def failed(self, split: str, predictions: Predictions) -> bool:
+        """Whether it hardly finds an answer: F1 below 10 of 100 where there is one."""
+        scores = self.score(split, predictions)
+        return scores.get("has_ans_f1", scores["f1"]) < 0.1
+
+    def ensemble(self, predictions: Sequence[Predictions]) -> Predictions | None:
+        del predictions  # beams of different seeds hold different spans
+        return None
+
+    def write_test(self, split: str, predictions: Predictions, out: Path) -> None:
+        squad.write_predictions(out, self._answers(split, predictions), self._threshold)
+
+
+Data = TextData | SquadData
+
+
+# ---------------------------------------------------------------------- the trainer
+
+
+class Trainer:
+    """The optimizer steps of one seed after another, with one model and one set of graphs."""
+
+    def __init__(
+        self,
+        encoder: LoadedEncoder,
+        features: Features,
+        task: Task,
+        outputs: int,
+        config: FinetuneConfig,
+        runtime: Runtime,
+        *,
+        data: DeviceFeatures | None = None,
+    ) -> None:
+        """config: resolved. data: `features` on the device, if they are there already."""
+        assert config.layer_decay is not None
+        assert config.dropout is not None
+        assert config.attention_dropout is not None
+        self.config, self.runtime, self.features = config, runtime, features
+        self.encoder_tensors = encoder.tensors
+        settings = dataclasses.replace(
+            encoder.config, dropout=config.dropout, attention_dropout=config.attention_dropout
+        )
+        self._new_head = lambda: build_head(task.kind, settings, outputs, config.head)
+        network = Encoder(settings, Embeddings(settings, encoder.vocab_size))
+        self.model = TaskModel(network, self._new_head()).to(runtime.device)
+        if runtime.compiled:
+            # The block once, for all its copies and all lengths: that takes a fraction of the time
+            # of compiling the whole step, and what lies around the blocks hardly matters. They
+            # differ in the number of their dropout site, which needs no program of its own here.
+            torch._dynamo.config.allow_unspec_int_on_nn_module = True  # pyright: ignore[reportPrivateImportUsage]
+            for block in network.blocks:
+                block.compile(dynamic=True)
+        self.optimizer = Adam(
+            self.model,
+            config.optim,
+            working_dtype=runtime.dtype,
+            multipliers=layer_multipliers(self.model, config.layer_decay, config.layer_levels),
+        )
+        device = runtime.device
+        self.data = data or DeviceFeatures(features, device)
+        self.dropout = SeededDropout(device)
+        # Several trainers work side by side, each in a stream of its own: one alone leaves most
+        # of a large GPU idle.
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        S = self._plan(config.seed).rows.shape[0]
+        self.steps, B = S, config.batch_size
+        self.per_epoch = math.ceil(len(features) / B)  # steps
+        self.rows = torch.zeros(S, B, dtype=torch.int32, device=device)
+        self.weight = torch.zeros(S, B, device=device)
+        self.losses = torch.zeros(S, device=device)
+        rates = [learning_rate(config.optim, s, s / S, S) for s in range(S)]
+        self.rates = torch.tensor(rates, device=device)
+        self.slot = torch.zeros((), dtype=torch.int64, device=device)  # steps done
+        self.lengths: list[int] = []  # T of each step
+        self.seed, self.step_number = config.seed, 0
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def _plan(self, seed: int) -> Plan:
+        assert self.config.epochs is not None
+        on_gpu = self.runtime.device.type == "cuda"
+        return Plan.make(
+            self.features,
+            batch=self.config.batch_size,
+            epochs=self.config.epochs,
+            seed=seed,
+            padding=self.config.padding,
+            # A GPU replays a graph per length; a CPU can as well compute just what is there.
+            buckets=BUCKETS if on_gpu else range(2, self.features.tokens.shape[1]),
+        )
+
+    # ------------------------------------------------------------------ the step
+
+    def train_step(self, T: int) -> None:
+        """One optimizer step on a batch of T tokens; all it needs is on the device."""
+        slot = self.slot.view(1)
+        rows = self.rows.index_select(0, slot)[0]  # (B,)
+        weight = self.weight.index_select(0, slot)[0]
+        batch = self.data.batch(rows, T)
+        batch.targets["weight"] = weight
+        losses = self.model.loss(batch, self.dropout)  # (B,)
+        loss = (losses * weight).sum()
+        if self.config.loss == "mean":
+            loss = loss / weight.sum()
+        grads = torch.autograd.grad(loss, self.optimizer.parameters)
+        self.optimizer.accumulate(grads, first=True)
+        self.optimizer.step(self.rates.index_select(0, slot)[0], self.slot)
+        self.losses.index_copy_(0, slot, loss.detach().view(1))
+        self.slot += 1
+
+    def step(self) -> None:
+        T = self.lengths[self.step_number]
+        if self.runtime.cuda_graph and T not in self._graphs:
+            self.record(T)
+        self.dropout.seed(self.seed, self.step_number)
+        with self.at_work():
+            if self.runtime.cuda_graph:
+                self._graphs[T].replay()
+            else:
+                with self.dropout.in_use():
+                    self.train_step(T)
+        self.step_number += 1
+
+    # ------------------------------------------------------------------ around it
+
+    def at_work(self) -> contextlib.AbstractContextManager[Any]:
+        """What happens inside the block happens in this trainer's stream."""
+        return torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
+
+    def wait(self) -> None:
+        """Until the device has done what it was given."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def record(self, T: int) -> None:
+        """Record the step for batches of T tokens; training state stays as it was."""
+        with self.at_work(), self.dropout.in_use():
+            self.optimizer.live.fill_(False)
+            # Libraries make their handles and workspaces in the first steps, and a length that is
+            # new is compiled: neither can happen while recording.
+            if not self._graphs or self.runtime.compiled:
+                for _ in range(2):
+                    self.train_step(T)
+                    self.slot.fill_(self.step_number)
+                self.wait()
+            graph = torch.cuda.CUDAGraph()
+            # Nothing outlives a replay but what lies in our own buffers, so all may share memory.
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            # The saves of other seeds use the device in threads of their own meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self.train_step(T)
+            graph.capture_end()
+            self._graphs[T] = graph
+            self.optimizer.live.fill_(True)
+
+    def begin(self, seed: int) -> None:
+        """Back to the pre-trained encoder under a new head."""
+        self.seed, self.step_number = seed, 0
+        head = self._new_head()
+        initialise_head(head, seed)
+        fresh = {f"head.{name}": tensor for name, tensor in head.state_dict().items()}
+        encoder = {f"encoder.{name}": tensor for name, tensor in self.encoder_tensors.items()}
+        plan = self._plan(seed)
+        self.lengths = plan.lengths
+        with self.at_work():
+            self.optimizer.load({"model": {**encoder, **fresh}})
+            for moment in (self.optimizer.m, self.optimizer.v, self.optimizer.bad_steps):
+                moment.zero_()
+            self.rows.copy_(torch.from_numpy(plan.rows))
+            self.weight.copy_(torch.from_numpy(plan.weight))
+            self.losses.zero_()
+            self.slot.zero_()
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors of a checkpoint, by file."""
+        self.wait()
+        # Losses of bad steps are not finite, which a checkpoint refuses: their bits are saved.
+        log = {"losses": self.losses.view(torch.int32), "bad_steps": self.optimizer.bad_steps}
+        return {**self.optimizer.state(), "log": log}
+
+    def load(self, tensors: dict[str, dict[str, Tensor]], step: int) -> None:
+        with self.at_work():
+            self.optimizer.load({key: tensors[key] for key in ("model", "m", "v")})
+            self.losses.copy_(tensors["log"]["losses"].view(torch.float32))
+            self.optimizer.bad_steps.copy_(tensors["log"]["bad_steps"])
+            self.slot.fill_(step)
+        self.step_number = step
+
+    def weights(self) -> dict[str, Tensor]:
+        """The model's state in float32 on the CPU."""
+        self.wait()
+        state = self.optimizer.state()["model"]
+        return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
+
+
+@torch.no_grad()
+def predict(
+    model: TaskModel,
+    features: Features,
+    device: torch.device,
+    *,
+    batch: int = 128,
+    padding: int | None = None,
+) -> Predictions:
+    """What the head says of every row, in the order of the rows.
+
+    A forward pass has `batch` rows of similar length; or fewer, if the next one is so much longer
+    that more than `padding` tokens had to be added to the others, and a pass of its own is cheaper.
+    """
+    if len(features) == 0:
+        return {}
+    data = DeviceFeatures(features, device)
+    order = np.argsort(features.lengths, kind="stable")
+    # Beams have the same size in every batch only if no batch is shorter than a beam.
+    shortest = model.head.options.get("beam", 0)
+    step = 8 if device.type == "cuda" else 1  # its attention kernels want that
+    widest, lengths, end = features.tokens.shape[1], features.lengths[order], 0
+    found: dict[str, list[NDArray[Any]]] = {}  # row by row
+    while end < len(order):
+        begin, end = end, end + 1
+        while end < min(begin + batch, len(order)) and (
+            padding is None or (end - begin) * (lengths[end] - lengths[end - 1]) <= padding
+        ):
+            end += 1
+        needed = max(shortest, -(-int(lengths[end - 1]) // step) * step)
+        rows = torch.from_numpy(order[begin:end]).to(device)
+        # Importing the compiler takes seconds; where it is not imported, nothing is compiled.
+        is_loaded = "torch._dynamo" in sys.modules
+        stance = torch.compiler.set_stance("force_eager") if is_loaded else contextlib.nullcontext()
+        with stance:
+            said = model.predict(data.batch(rows, min(needed, widest)))
+        for name, scores in said.items():
+            scores = scores.float() if scores.is_floating_point() else scores
+            found.setdefault(name, []).extend(scores.cpu().numpy())
+    back, labels = np.argsort(order), features.targets.get("labels")
+    in_order = {name: [rows[j] for j in back] for name, rows in found.items()}
+    if labels is None:
+        return {name: np.stack(rows) for name, rows in in_order.items()}
+    first = labels >= 0  # tagging: the first piece of each word
+    return {
+        name: np.concatenate([row[mark[: len(row)]] for row, mark in zip(rows, first, strict=True)])
+        for name, rows in in_order.items()
+    }
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def finetune(
+    config: FinetuneConfig, encoder: LoadedEncoder, data: Data, out: Path, *, quiet: bool = False
+) -> dict[str, Any]:
+    """All seeds of one task; the same call again continues. Returns what results.json holds.
+
+    config: resolved. Raises Stopped after a signal, once everything is saved.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        what = "Several processes cannot share a fine-tuning."
+        fix = "start it without torchrun; one GPU trains several seeds at once"
+        raise ElectraError(what, where="WORLD_SIZE", fix=fix)
+    refuse_foreign(out / "model")  # before hours of work, not behind them
+    before = read_json(out / "finetune.json")
+    if not _has_past(out):
+        before = {}
+    steps = len(data.train) / config.batch_size * (config.epochs or 1) * config.seeds
+    pays = config.compile != "auto" or steps >= _COMPILE_FROM
+    names = ("device", "precision", "deterministic", "threads")
+    same = {name: getattr(config, name) for name in names}
+    runtime = runtimes.start(
+        RunConfig(compile=config.compile if pays else "no", **same), threads=before.get("threads")
+    )
+    run = _Run(config, encoder, data, runtime, out)
+    with exclusive(out), StopRequest() as stop, contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(runtime.leave)
+        run.enter(before)
+        done = {seed: result for seed in run.seeds if (result := run.result(seed))}
+        for seed in done:  # a kill may have come before they were deleted
+            shutil.rmtree(run.place(seed) / "checkpoints", ignore_errors=True)
+        if left := [seed for seed in run.seeds if seed not in done]:
+            _keep_finished(out, {*done})
+            log = RunLog(out, active=True, from_step=config.seeds * 10**9, quiet=quiet)
+            try:
+                on_gpu = runtime.device.type == "cuda"
+                at_once = min(len(left), config.at_once or _AT_ONCE) if on_gpu else 1
+                with _device_errors(config, at_once):
+                    done |= _train_seeds(run, left, at_once, log, stop)
+            finally:
+                log.close()
+        return run.finish([done[seed] for seed in run.seeds])
+
+
+def _has_past(out: Path) -> bool:
+    """Whether anything was saved; a run without it begins again as whatever is asked for, perhaps
+    with the smaller batch that an error advised."""
+    is_done = any(any(out.glob(name)) for name in ("results.json", "seed-*/result.json"))
+    return is_done or any(map(has_any, out.glob("seed-*/checkpoints")))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A fine-tuning and its directory."""
+
+    config: FinetuneConfig  # resolved
+    encoder: LoadedEncoder
+    data: Data
+    runtime: Runtime
+    out: Path
+
+    @property
+    def seeds(self) -> range:
+        return range(self.config.seed, self.config.seed + self.config.seeds)
+
+    def place(self, seed: int) -> Path:
+        return self.out / f"seed-{seed}"
+
+    def result(self, seed: int) -> dict[str, Any]:
+        """What a finished seed left, or nothing."""
+        return read_json(self.place(seed) / "result.json", fix=_again(self.place(seed)))
+
+    def _facts(self) -> dict[str, Any]:
+        """What is said of the run at its beginning and at its end."""
+        return {
+            "format": 1,
+            "version": __version__,
+            "settings": to_dict(self.config),
+            "task": json.loads(json_bytes(to_dict(self.data.task))),
+            "model": self.encoder.description,
+            "environment": self.runtime.describe(),
+        }
+
+    def enter(self, before: dict[str, Any]) -> None:
+        """Write what the run is, or make sure that the one in the directory is the same."""
+        path = self.out / "finetune.json"
+        record: dict[str, Any] = self._facts() | {
+            "encoder": self.encoder.fingerprint,
+            "tokenizer": self.encoder.tokenizer.hash,
+            "data": _fingerprint([self.data.train, *self.data.splits.values()]),
+            "threads": self.runtime.threads,
+        }
+        if before:
+            with reading(path):
+                # A setting newer than the record had its default.
+                old = to_dict(FinetuneConfig()) | before["settings"]
+                changed = differences(old, record["settings"])
+                before = before | {"task": {"offset": 0.0} | before["task"]}
+            forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
+            for key in ("task", "encoder", "tokenizer", "data"):
+                if before.get(key) != record[key]:
+                    forbidden.append(f"another {key if key != 'encoder' else 'model'}")
+            if forbidden:
+                told = "; ".join(forbidden)
+                what = f"This directory holds a fine-tuning with other settings: {told}."
+                fix = "give the settings it began with, or choose another --out"
+                raise ElectraError(what, where=str(self.out), fix=fix)
+        write_atomic(path, json_bytes(record, indent=1))
+
+    def finish(self, results: list[dict[str, Any]]) -> dict[str, Any]:
+        """Summary, ensemble, test files and the exported model."""
+        data, best = self.data, _best(results)
+        predictions = [_read_predictions(self.place(r["seed"])) for r in results]
+        mine = predictions[results.index(best)]
+        ensemble: dict[str, dict[str, float]] = {}
+        for split in data.splits:
+            of_split = [p[split] for p in predictions if split in p]
+            together = data.ensemble(of_split) if len(results) > 1 and of_split else None
+            if together is not None and (scores := data.score(split, together)):
+                ensemble[split] = scores
+            # Without labels it is a test set; the answers to SQuAD's are wanted for its dev set.
+            if split in mine and (split not in best["scores"] or data.task.kind == "qa"):
+                data.write_test(split, together or mine[split], self.out / "test")
+        scores = [r["score"] for r in results]
+        record = self._facts() | {
+            "train_rows": len(data.train),
+            "seeds": results,
+            "summary": metrics.summary(scores, [bool(r["failed"]) for r in results]),
+            "ensemble": ensemble or None,
+        }
+        if isinstance(data, TextData) and metrics.is_own(data.task):  # of the model that is kept
+            tables = {split: data.confusion(split, mine[split]) for split in best["scores"]}
+            record["confusion"] = tables
+        if self.config.keep_epoch == "best":
+            record["epoch_choice"] = metrics.EPOCH_CHOICE
+        model = self.out / "model"
+        if read_json(self.out / "results.json") != record or not model.exists():
+            self._export(self.place(best["seed"]) / "weights.safetensors", model, record)
+            write_atomic(self.out / "results.json", json_bytes(record, indent=1))
+        return record
+
+    def _export(self, weights: Path, out: Path, results: dict[str, Any]) -> None:
+        config, task, e = self.config, self.data.task, self.encoder
+        model = empty_model(task.kind, e.config, e.vocab_size, self.data.outputs, config.head)
+        with _whole(weights):
+            model.load_state_dict(load_tensors(weights), assign=True)
+        length = config.length or task.length
+        told: dict[str, Any] = {"results": results, "length": length, "run": self.out}
+        export_finetuned(model, task, config.head, e.tokenizer, out, **told)
+
+
+@contextlib.contextmanager
+def _device_errors(config: FinetuneConfig, at_once: int) -> Generator[None]:
+    """A device without room becomes an error that names what takes less of it; one that cannot do
+    an operator in deterministic mode, an error that names it."""
+    try:
+        yield
+    except RuntimeError as error:
+        runtimes.refuse_undetermined(error)
+        if not runtimes.is_out_of_memory(error):
+            raise
+        what = f"The device has no memory left with batches of {config.batch_size}"
+        fix = "use a smaller model, shorter texts (--length) or a smaller --batch-size"
+        where = "batch_size"
+        if at_once > 1:
+            what, where = f"{what} and {at_once} seeds at once", "at_once"
+            fix = f"--at-once {at_once // 2} trains each seed as before in less memory"
+        raise ElectraError(f"{what}.", where=where, fix=fix) from error
+
+
+def _train_seeds(
+    run: _Run, seeds: Sequence[int], at_once: int, log: RunLog, stop: StopRequest
+) -> dict[int, dict[str, Any]]:
+    """Train and score these seeds, `at_once` at a time; their results."""
+    config, data, runtime = run.config, run.data, run.runtime
+    features = DeviceFeatures(data.train, runtime.device)
+    told = (run.encoder, data.train, data.task, data.outputs, config, runtime)
+    idle = [Trainer(*told, data=features) for _ in range(at_once)]
+    waiting, running = list(seeds), list[_SeedRun]()
+    done: dict[int, dict[str, Any]] = {}
+    each, begin = idle[0].steps, time.perf_counter()  # steps of a seed
+    steps, last_look = 0, begin
+    while waiting or running:
+        while waiting and idle:
+            running.append(_SeedRun(run, idle.pop(), waiting.pop(0), log))
+        for one in running:
+            one.trainer.step()
+            steps += 1
+        for one in running:
+            one.score_epoch()
+        now = time.perf_counter()
+        if now - last_look > 0.5:
+            last_look = now
+            rate = steps / (now - begin)
+            ahead = sum(each - one.trainer.step_number for one in running) + len(waiting) * each
+            log.progress(
+                1 - ahead / (len(seeds) * each),
+                f"{data.task.name} seed {', '.join(str(one.seed) for one in running)}  "
+                f"step {running[0].trainer.step_number:,} of {each:,}  "
+                f"{rate * config.batch_size:,.0f} examples/s  left {ahead / rate:,.0f} s",
+            )
+        stopping = stop()  # looked at once: a signal from here on is seen after the next step
+        for one in list(running):
+            one.save_if_due(now, stopping=stopping)
+            if one.is_over:
+                done[one.seed] = one.finish(at_once)
+                running.remove(one)
+                idle.append(one.trainer)
+        if stopping and running:
+            for one in running:
+                one.saver.wait()
+            raise Stopped
+    return done
+
+
+class _SeedRun:
+    """One seed on its way through a trainer."""
+
+    def __init__(self, run: _Run, trainer: Trainer, seed: int, log: RunLog) -> None:
+        self.run, self.trainer, self.seed, self.log = run, trainer, seed, log
+        self.here, self.first = run.place(seed), (seed - run.config.seed) * trainer.steps
+        checkpoints = self.here / "checkpoints"
+        self.saver = Saver(checkpoints, keep=1)
+        self.spent = 0.0
+        self.epochs: list[dict[str, Any]] = []  # those that were scored
+        self.kept: dict[str, Tensor] = {}  # weights of the best of them, if that is asked for
+        trainer.begin(seed)
+        saved = load_newest(checkpoints, warn=log.warn)
+        if saved is not None:
+            with reading(checkpoints / f"step-{saved.step:08d}"):
+                trainer.load(saved.tensors, saved.step)
+                self.spent = float(saved.state["seconds"])
+                for epoch in saved.state.get("epochs", []):  # none before there were scores
+                    self.epochs.append(epoch)
+                    self._log_scores(epoch["step"], epoch["scores"])
+                best = saved.tensors.get("best", {})  # in a file that will be deleted
+                self.kept = {name: tensor.clone() for name, tensor in best.items()}
+        self.since = self.last_save = time.perf_counter()
+
+    def _best_epoch(self) -> dict[str, Any]:
+        return max(self.epochs, key=lambda epoch: epoch["score"])  # of equal ones the first
+
+    @property
+    def is_over(self) -> bool:
+        patience, epochs = self.run.config.patience, self.epochs
+        if patience and epochs and epochs[-1]["epoch"] - self._best_epoch()["epoch"] >= patience:
+            return True
+        return self.trainer.step_number == self.trainer.steps
+
+    def score_epoch(self) -> None:
+        """After the last step of an epoch, if asked for: score it, keep the weights if it is the
+        best. What a checkpoint then holds belongs together, so a kill loses nothing of it."""
+        trainer, config, data = self.trainer, self.run.config, self.run.data
+        step, reported = trainer.step_number, next(iter(data.splits))
+        if config.eval_every == "end" or (step % trainer.per_epoch and step < trainer.steps):
+            return
+        trainer.wait()
+        found = predict(trainer.model, data.splits[reported], trainer.runtime.device)
+        scores = dict(sorted(data.score(reported, found).items()))  # as a checkpoint has them
+        score, metric = scores[data.task.metric], data.task.metric
+        number, of = (math.ceil(n / trainer.per_epoch) for n in (step, trainer.steps))
+        self.epochs.append({"epoch": number, "step": step, "score": score, "scores": scores})
+        if config.keep_epoch == "best" and self._best_epoch()["step"] == step:
+            self.kept = trainer.weights()
+        self._log_scores(step, scores)
+        told = f"{data.task.name} seed {self.seed} epoch {number} of {of}"
+        self.log.note(f"{told}: {metric} {100 * score:.2f}")
+
+    def _log_scores(self, step: int, scores: dict[str, float]) -> None:
+        self.log.write("eval", self.first + step, {"seed": self.seed, **scores})
+
+    def save_if_due(self, now: float, *, stopping: bool) -> None:
+        step, every = self.trainer.step_number, self.run.config.save_every
+        due = step % every == 0 if every else now - self.last_save > 60
+        if (due or stopping) and not self.is_over:
+            self.last_save = now
+            state = {"seconds": self.spent + now - self.since, "epochs": [*self.epochs]}
+            best = {"best": self.kept} if self.kept else {}
+            with self.trainer.at_work():  # the next step must not overtake the copies
+                self.saver.save(step, self.trainer.state() | best, state)
+
+    def finish(self, at_once: int) -> dict[str, Any]:
+        """Score the seed and write everything about it; returns what its result.json holds."""
+        trainer, config, data = self.trainer, self.run.config, self.run.data
+        self.saver.wait()
+        trainer.wait()
+        seconds = self.spent + time.perf_counter() - self.since
+        if self.kept:
+            with trainer.at_work():
+                trainer.optimizer.load({"model": self.kept})
+            trainer.wait()
+        predictions = {
+            split: predict(trainer.model, features, trainer.runtime.device)
+            for split, features in data.splits.items()
+        }
+        reported = next(iter(data.splits))
+        scores = {split: data.score(split, found) for split, found in predictions.items()}
+        result: dict[str, Any] = {
+            "seed": self.seed,
+            "score": scores[reported][data.task.metric],
+            "failed": data.failed(reported, predictions[reported]),
+            "scores": {split: values for split, values in scores.items() if values},
+            "steps": trainer.step_number,
+            "bad_steps": int(trainer.optimizer.bad_steps),
+            "seconds": round(seconds, 3),
+            "seeds_at_once": at_once,
+            "examples_per_second": round(trainer.step_number * config.batch_size / seconds, 1),
+        }
+        if self.epochs:
+            result["epochs"] = self.epochs
+        if self.kept:
+            last = self.epochs[-1]["score"]
+            result |= {"kept_epoch": self._best_epoch()["epoch"], "last_score": last}
+        self._tell(result, scores[reported])
+        flat = {
+            f"{split}.{name}": np.ascontiguousarray(array)  # safetensors overlooks strides
+            for split, found in predictions.items()
+            for name, array in found.items()
+        }
+        write_atomic(self.here / "predictions.safetensors", arrays_bytes(flat))
+        others = [self.run.result(seed) for seed in self.run.seeds]
+        is_best = _best([*filter(None, others), result]) is result
+        if config.keep == "all" or is_best:
+            write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
+        write_atomic(self.here / "result.json", json_bytes(result, indent=1))
+        if config.keep == "best" and is_best:
+            for path in self.run.out.glob("seed-*/weights.safetensors"):
+                if path.parent != self.here:
+                    path.unlink()
+        shutil.rmtree(self.here / "checkpoints")
+        return result
+
+    def _tell(self, result: dict[str, Any], scores: dict[str, float]) -> None:
+        """The seed's losses and scores, in the metrics and on the screen."""
+        trainer, task, log = self.trainer, self.run.data.task, self.log
+        done = trainer.step_number
+        for i, part in enumerate(trainer.losses[:done].cpu().split(20)):
+            values = {"seed": self.seed, "loss": float(part.mean())}
+            log.write("train", self.first + min(20 * i + 20, done), values)
+        if not self.epochs or self.epochs[-1]["step"] < done:
+            self._log_scores(done, scores)
+        at_once = result["seeds_at_once"]
+        log.note(
+            f"{task.name} seed {self.seed}: {task.metric} {100 * result['score']:.2f}"
+            + (f" of epoch {result['kept_epoch']}, the best" if self.kept else "")
+            + (" (failed: it learned nothing)" if result["failed"] else "")
+            + f" · {result['seconds']:.1f} s, {result['examples_per_second']:,.0f} examples/s"
+            + (f", {at_once} seeds at once" if at_once > 1 else "")
+        )
+        if bad := result["bad_steps"]:
+            log.warn(f"{bad} steps gave a gradient that is not finite; they were left out")
+
+
+def _keep_finished(out: Path, seeds: set[int]) -> None:
+    """Cut the lines of seeds that will be written again from the metrics."""
+    if (out / "metrics.jsonl").exists():
+        kept = [json.dumps(m) + "\n" for m in read_metrics(out) if m.get("seed") in seeds]
+        write_atomic(out / "metrics.jsonl", "".join(kept).encode())
+
+
+def _best(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The highest score; of equal ones the lowest seed."""
+    return max(results, key=lambda r: (r["score"], -r["seed"]))
+
+
+def _fingerprint(features: Sequence[Features]) -> str:
+    digest = hashlib.sha256()
+    for part in features:
+        for array in (part.tokens, part.lengths, part.first, *part.targets.values()):
+            digest.update(f"{array.shape} {array.dtype}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _read_predictions(directory: Path) -> dict[str, Predictions]:
+    path = directory / "predictions.safetensors"
+    result: dict[str, Predictions] = {}
+    with _whole(path):
+        for key, array in load_arrays(path).items():
+            split, _, name = key.partition(".")
+            result.setdefault(split, {})[name] = array
+    return result
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Generator[None]:
+    """Names the seed to train again where one of its files cannot be read; the others stay."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        what = f"The file cannot be read: {error}."
+        raise CorruptError(what, where=str(path), fix=_again(path.parent)) from error
+
+
+def _again(directory: Path) -> str:
+    return f"delete {directory}; the same command trains this seed again"
