@@ -1,4 +1,4 @@
-"""Does every kernel of electra/gpu/kernels.py give the same bits in every call?
+"""Does every kernel of electra/gpu/kernels give the same bits in every call?
 
     python benchmarks/kernel_bits.py [--seconds 4] [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernel_bits.py --small    without a GPU: three calls each

@@ -1,4 +1,4 @@
-"""Every kernel of electra/gpu/kernels.py: is it right, and how long does it take? And cuBLAS.
+"""Every kernel of electra/gpu/kernels: is it right, and how long does it take? And cuBLAS.
 
     python benchmarks/kernels.py [--only NAME ...] [--out FILE.json]
     TRITON_INTERPRET=1 python benchmarks/kernels.py --small       without a GPU: the values alone

@@ -42,11 +42,13 @@ from electra.runtime import Runtime
 SEQUENCE_LENGTH = 23
 
 PACKAGE = Path(__file__).parents[1] / "electra"
-# Module by its last name, which no two share: the docs name them by it.
+# A module or folder by its last name, which no two share: the docs name them by it.
+_PLACES = [path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.glob("*/**/*.py"))]
+_PLACES += [path.relative_to(PACKAGE.parent) for path in sorted(PACKAGE.glob("[!_]*.py"))]
 MODULES = {
-    path.stem: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    for path in sorted(PACKAGE.rglob("*.py"))
-    if path.stem not in ("__init__", "__main__")
+    place.stem: ".".join(place.parts)
+    for path in _PLACES
+    for place in [path.parent if path.stem == "__init__" else path.with_suffix("")]
 }
 
 

@@ -17,6 +17,7 @@ from electra.encoder import LayerNorm
 from electra.errors import CorruptError
 from electra.exchange import Exchange
 from electra.gpu import kernels
+from electra.gpu.kernels import update
 from electra.optim import Adam, is_decayed, learning_rate, orthogonal, orthogonal_by_gram
 
 
@@ -299,7 +300,7 @@ def test_ten_steps_by_gram_matrices_are_those_without(
     if kernel and not kernels.available():
         pytest.skip("Triton is not installed")
     if way == "symmetric":
-        monkeypatch.setattr(kernels, "MOST_TURNED", (4, 4))  # too small for what follows
+        monkeypatch.setattr(update, "MOST_TURNED", (4, 4))  # too small for what follows
     factors = {"blocks.1.up.weight": 0.5, "blocks.1.down.weight": 0.0}
     plain = Adam(blocks(), MUON, multipliers=factors)
     assert len(plain._families) == 4  # (7, 7), (11, 7) twice, (7, 11)
