@@ -27,7 +27,7 @@ import tyro
 
 from electra.data.text import read_lines
 from electra.data.tokenizer import train_tokenizer
-from electra.formats import hf
+from electra.formats import hf_export
 from electra.objectives import SpecialIds, build_objective
 from electra.recipes import recipe
 from electra.runtime import cpu_name
@@ -138,7 +138,7 @@ def _random_model(text: Path, name: str, folder: Path) -> Path:
     names = ("pad", "unk", "cls", "sep", "mask")
     special = SpecialIds(*(tokenizer.special_names[n] for n in names))
     objective = build_objective(config, tokenizer.vocab_size, special)
-    hf.export(objective, config, folder / "tokenizer", folder / "export")
+    hf_export.export(objective, config, folder / "tokenizer", folder / "export")
     for_sentence_transformers(folder / "export" / "discriminator")
     return folder / "export" / "discriminator"
 

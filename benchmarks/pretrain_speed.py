@@ -49,7 +49,7 @@ from electra.config import PretrainConfig, to_dict
 from electra.corruption import Positions, choose_positions, mask_tokens, replace
 from electra.data.corpus import Corpus
 from electra.flops import matmul_flops_per_token
-from electra.formats.hf import networks_of, to_transformers
+from electra.formats.layout import networks_of, to_transformers
 from electra.objectives import (
     Batch,
     Corruption,

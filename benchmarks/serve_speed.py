@@ -268,7 +268,7 @@ def _random_model(sentences: list[str], name: str, folder: Path) -> Path:
     from electra.encoder import Embeddings, Encoder, initialise
     from electra.finetuning.heads import TaskModel, build_head, initialise_head
     from electra.finetuning.tasks import Task
-    from electra.formats.hf import export_finetuned
+    from electra.formats.hf_export import export_finetuned
     from electra.recipes import recipe
 
     (folder / "text.txt").write_text("\n".join(sentences))

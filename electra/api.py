@@ -33,7 +33,7 @@ from .files import shipped_model
 from .finetuning import tasks
 from .finetuning.glue import answer_questions, answer_texts, finetune_task
 from .finetuning.squad import Question
-from .formats import card, hf
+from .formats import card, hf, hf_export
 from .pretrain import pretrain
 from .recipes import Profile, recipe
 from .studies.report import Section, code, long_form, read_sections, report_sections, table
@@ -284,11 +284,11 @@ class Model:
             )
         return Finetuned(out)
 
-    def export(self, out: Place, *, license: str = "unknown") -> hf.ExportReport:
+    def export(self, out: Place, *, license: str = "unknown") -> hf_export.ExportReport:
         """Write the networks for transformers, with a model card; `out` is checked by reading."""
         if (self.path / "run.json").is_file():
-            return hf.export_run(self.path, Path(out), license=license)
-        return hf.import_model(self.path, Path(out), license=license)
+            return hf_export.export_run(self.path, Path(out), license=license)
+        return hf_export.import_model(self.path, Path(out), license=license)
 
 
 class Answers(list[dict[str, Any]]):

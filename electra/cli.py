@@ -357,7 +357,7 @@ class ExportCommand(Command):
     """Put the weights into files of at most so many megabytes each."""
 
     def run(self) -> None:
-        from .formats.hf import Storage, export_run
+        from .formats.hf_export import Storage, export_run
 
         limit = self.shard_megabytes
         if limit is not None and not 0 < limit < math.inf:
@@ -384,7 +384,7 @@ class ImportCommand(Command):
     """Also read a pytorch_model.bin: a pickle, read apart and with nothing but tensors in it."""
 
     def run(self) -> None:
-        from .formats.hf import import_model
+        from .formats.hf_export import import_model
 
         _print_export(import_model(self.model, self.out, **self.given("tokenizer", "allow_bin")))
 

@@ -11,7 +11,7 @@ import pytest
 from electra import cli
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig, RunConfig
 from electra.data.corpus import Corpus
-from electra.formats import hf
+from electra.formats import hf_export
 from electra.pretrain import pretrain
 
 SQUAD = {
@@ -80,8 +80,8 @@ def make_artefacts(directory: Path, corpus: Corpus) -> Artefacts:
         (made.squad / f"{split}-v1.1.json").write_text(json.dumps(SQUAD))
     with pytest.MonkeyPatch.context() as patch:
         # What transformers says of the models is tested elsewhere, and its import is slow.
-        patch.setattr(hf, "_compare", lambda *_: [])
-        hf.export_run(made.run, made.export)
+        patch.setattr(hf_export, "_compare", lambda *_: [])
+        hf_export.export_run(made.run, made.export)
         tune = ["finetune", "--model", made.export, "--data", made.table, "--out", made.tuned]
         tune += ["--quiet", "--epochs", "1", "--device", "cpu", "--threads", "1"]
         assert cli.run([str(arg) for arg in tune]) == 0

@@ -30,7 +30,7 @@ from electra.data.corpus import Corpus
 from electra.encoder import GeneratorHead
 from electra.errors import ElectraError, Stopped
 from electra.evaluate import token_counts
-from electra.formats import hf
+from electra.formats import hf, hf_export
 from electra.objectives import Batch, Corruption, MaskedLM, Objective
 from electra.optim import Adam, added
 from electra.pretrain import pretrain
@@ -991,7 +991,7 @@ def test_a_frozen_generator_stays_to_the_last_bit(
     with pytest.raises(ElectraError) as caught:
         pretrain(config, corpus, tmp_path / "untrained", quiet=True)
     assert caught.value.where == "generator.frozen"
-    hf.export_run(tmp_path, tmp_path / "out")
+    hf_export.export_run(tmp_path, tmp_path / "out")
     for kind in ("discriminator", "generator"):
         pretrained = hf.load_pretrained(tmp_path / "out" / kind)
         if kind == "discriminator":
@@ -1083,7 +1083,7 @@ def test_every_kind_trains_exports_and_can_be_fine_tuned_from(
     assert {m["step"] for m in lines if m["kind"] == "train"} == {1, 2}
     assert all(math.isfinite(m["loss"]) for m in lines if m["kind"] == "train")
     objective: Any = load_run(tmp_path / "run").objective
-    report = hf.export_run(tmp_path / "run", tmp_path / "out")
+    report = hf_export.export_run(tmp_path / "run", tmp_path / "out")
     assert {path.name for path in report.directories} == LAYOUTS.get(
         kind, {"discriminator", "generator"}
     )
@@ -1110,7 +1110,7 @@ def test_disentangled_tables_are_merged_in_an_export_from_which_training_continu
     config = with_run(sized(micro, "disentangled"), train_steps=6)
     pretrain(config, corpus, tmp_path / "run", quiet=True)
     weights = weights_at(tmp_path / "run", 6)
-    hf.export_run(tmp_path / "run", tmp_path / "out")
+    hf_export.export_run(tmp_path / "run", tmp_path / "out")
     for name, theirs in (
         ("word", "word_embeddings"),
         ("position", "position_embeddings"),

@@ -18,7 +18,7 @@ from electra.data.corpus import Corpus
 from electra.errors import ElectraError
 from electra.finetuning.tasks import Task
 from electra.flops import matmul_flops_per_token, paper_flops
-from electra.formats import card, hf
+from electra.formats import card, hf, hf_export
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics
 
@@ -45,7 +45,7 @@ def facts(text: str) -> dict[str, str]:
 def test_the_card_of_a_run_says_what_the_run_was(
     run: Path, corpus: Corpus, micro: PretrainConfig, text: Path, tmp_path: Path
 ) -> None:
-    hf.export_run(run, tmp_path / "out", license="cc-by-sa-4.0")
+    hf_export.export_run(run, tmp_path / "out", license="cc-by-sa-4.0")
     for kind in ("discriminator", "generator"):
         place = tmp_path / "out" / kind
         read = ModelCard.load(place / "README.md")
@@ -73,7 +73,7 @@ def test_the_card_of_a_run_says_what_the_run_was(
 
 
 def test_the_card_of_an_earlier_step_tells_nothing_of_later_ones(run: Path, tmp_path: Path) -> None:
-    hf.export_run(run, tmp_path / "out", step=16)
+    hf_export.export_run(run, tmp_path / "out", step=16)
     told = facts((tmp_path / "out" / "discriminator" / "README.md").read_text())
     assert told["length"] == "16 steps of 8 × 23 tokens"
     held = {m["step"]: m for m in read_metrics(run) if m["kind"] == "eval"}
@@ -83,7 +83,7 @@ def test_the_card_of_an_earlier_step_tells_nothing_of_later_ones(run: Path, tmp_
 
 
 def test_without_a_licence_the_reader_is_told_to_choose(run: Path, tmp_path: Path) -> None:
-    hf.export_run(run, tmp_path / "out")
+    hf_export.export_run(run, tmp_path / "out")
     read = ModelCard.load(tmp_path / "out" / "discriminator" / "README.md")
     assert read.data.license == "unknown"
     assert "--license" in read.text.split("## Licence")[1]

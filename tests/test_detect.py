@@ -15,7 +15,7 @@ from rich.text import Text
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
 from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from electra.errors import ElectraError
-from electra.formats import hf
+from electra.formats import hf, hf_export
 from electra.objectives import SpecialIds, build_objective
 from electra.use.detect import (
     Alternative,
@@ -62,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter += scale * torch.randn(parameter.shape, generator=draw)
             if name == "generator_head.bias":
                 parameter[vocab_size:] = 100.0
-    hf.export(objective, config, directory / "vocab.txt", directory / "out")
+    hf_export.export(objective, config, directory / "vocab.txt", directory / "out")
     return directory / "out"
 
 

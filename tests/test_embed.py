@@ -22,7 +22,7 @@ from electra import cli
 from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainConfig
 from electra.data.tokenizer import Tokenizer
 from electra.errors import ElectraError, Stopped
-from electra.formats import hf
+from electra.formats import hf_export
 from electra.objectives import SpecialIds, build_objective
 from electra.use import embed as module
 from electra.use.embed import embed, embed_file, for_sentence_transformers
@@ -56,7 +56,7 @@ def model(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
-    hf.export(objective, config, tokenizer_dir, out)
+    hf_export.export(objective, config, tokenizer_dir, out)
     return out / "discriminator"
 
 
@@ -227,8 +227,8 @@ def test_export_makes_such_a_directory_on_demand(
     place = Path(shutil.copytree(model, tmp_path / "out" / "discriminator"))
     for name in ("modules.json", "sentence_bert_config.json"):
         (place / name).unlink(missing_ok=True)
-    report = hf.ExportReport((place,), (), None)
-    monkeypatch.setattr(hf, "export_run", lambda *_, **__: report)
+    report = hf_export.ExportReport((place,), (), None)
+    monkeypatch.setattr(hf_export, "export_run", lambda *_, **__: report)
     command = ["export", "RUN", "--out", str(tmp_path / "out")]
     assert cli.run(command) == 0
     assert not (place / "modules.json").exists()

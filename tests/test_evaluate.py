@@ -22,7 +22,7 @@ from electra.data.corpus import Corpus, prepare
 from electra.data.tokenizer import Tokenizer, train_tokenizer
 from electra.errors import ElectraError
 from electra.evaluate import EVAL_SEED, evaluate, evaluate_model
-from electra.formats import card, hf
+from electra.formats import card, hf, hf_export
 from electra.formats.extend import _grow
 from electra.pretrain import pretrain
 from electra.runlog import read_metrics
@@ -64,8 +64,8 @@ def run(micro: PretrainConfig, corpus: Corpus, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def export(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(hf, "_compare", lambda *_: [])
-    hf.export_run(run, run.parent / "export")
+    monkeypatch.setattr(hf_export, "_compare", lambda *_: [])
+    hf_export.export_run(run, run.parent / "export")
     return run.parent / "export"
 
 
@@ -107,7 +107,7 @@ def test_a_run_and_its_export_have_the_numbers_that_the_run_logged(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    monkeypatch.setattr(hf, "_compare", lambda *_: [])
+    monkeypatch.setattr(hf_export, "_compare", lambda *_: [])
     run, export = tmp_path / "run", tmp_path / "export"
     pretrain(changed(micro, **RUNS[name]), corpus, run, quiet=True)
     own = logged(run)
@@ -115,7 +115,7 @@ def test_a_run_and_its_export_have_the_numbers_that_the_run_logged(
     found = evaluate_model(run, corpus)
     assert numbers(found, own) == own
     assert (found["step"], found["masks_of"], found["batches"]) == (20, "the run", 2)
-    hf.export_run(run, export)
+    hf_export.export_run(run, export)
     if name in ("electric", "replace"):  # what corrupts their text is not exported
         with pytest.raises(ElectraError, match="corrupts text") as caught:
             evaluate_model(export, corpus)
@@ -244,7 +244,7 @@ def test_rows_to_spare_are_no_tokens_that_come_up(
 ) -> None:
     model, first = hf.load_pretrained(export), tokenizer.vocab_size
     both = tuple(_grow(n, first, [[5], [6]]) for n in (model.discriminator, model.generator) if n)
-    hf.export_networks(both, tokenizer, tmp_path / "wide", {}, card.Story({}))
+    hf_export.export_networks(both, tokenizer, tmp_path / "wide", {}, card.Story({}))
     assert hf.load_pretrained(tmp_path / "wide").network("generator").vocab_size == first + 2
     found = evaluate_model(tmp_path / "wide", corpus)
     assert found["unigram_entropy"] == evaluate_model(export, corpus)["unigram_entropy"]

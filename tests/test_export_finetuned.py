@@ -24,7 +24,7 @@ from electra.errors import CorruptError, ElectraError
 from electra.finetuning.features import TaskBatch
 from electra.finetuning.heads import Form, TaskModel, build_head
 from electra.finetuning.tasks import Kind, Task
-from electra.formats import hf
+from electra.formats import hf, hf_export, layout
 from electra.objectives import SpecialIds, build_objective
 
 CONFIG = EncoderConfig(
@@ -82,7 +82,7 @@ def export(
     out: Path, task: Task, form: Form, tokenizer: Tokenizer, results: Any = RESULTS, **options: Any
 ) -> TaskModel:
     model = model_of(task, form, tokenizer, **options)
-    hf.export_finetuned(model, task, form, tokenizer, out, results=results, length=23)
+    hf_export.export_finetuned(model, task, form, tokenizer, out, results=results, length=23)
     return model
 
 
@@ -332,13 +332,13 @@ def test_an_export_appears_whole_or_not_at_all(
     out = tmp_path / "out"
     export(out, task_of("tagging"), "hf", tokenizer, {"is": "first"})
     a, b = "encoder.blocks.{i}.attention_norm", "encoder.blocks.{i}.ffn_norm"
-    crossed = {a: hf._MODULES[b], b: hf._MODULES[a]}
+    crossed = {a: layout.MODULES[b], b: layout.MODULES[a]}
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "_MODULES", hf._MODULES | crossed)
+        patch.setattr(layout, "MODULES", layout.MODULES | crossed)
         with pytest.raises(CorruptError, match="logits differ"):
             export(out, task_of("tagging"), "hf", tokenizer)
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "_dense_head", lambda *_: _broken(*_))
+        patch.setattr(layout, "_dense_head", lambda *_: _broken(*_))
         with pytest.raises(CorruptError, match="logits differ"):
             export(tmp_path / "other", task_of("classification"), "paper", tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -403,7 +403,7 @@ def test_starting_from_pre_training(tokenizer_dir: Path, tmp_path: Path) -> None
     config = replace(config, generator=replace(config.generator, width=0.5))
     size = Tokenizer.load(tokenizer_dir).vocab_size
     objective: Any = build_objective(config, size, SpecialIds(*range(5)))
-    hf.export(objective, config, tokenizer_dir, tmp_path / "out")
+    hf_export.export(objective, config, tokenizer_dir, tmp_path / "out")
     for path, encoder in (
         (tmp_path / "out", objective.discriminator),
         (tmp_path / "out" / "discriminator", objective.discriminator),

@@ -19,7 +19,7 @@ from electra.config import PretrainConfig
 from electra.data.corpus import Corpus, prepare
 from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer, _bert, normalizers
 from electra.errors import ElectraError
-from electra.formats import card, hf
+from electra.formats import card, hf, hf_export
 from electra.formats.extend import choose, extend
 from electra.objectives import build_objective
 from electra.pretrain import pretrain
@@ -46,7 +46,7 @@ def model(micro: PretrainConfig, tokenizer: Tokenizer, tokenizer_dir: Path, tmp_
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=draw)
-    hf.export(objective, micro, tokenizer_dir, tmp_path / "model")
+    hf_export.export(objective, micro, tokenizer_dir, tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -88,7 +88,7 @@ def test_new_words_are_the_mean_of_their_pieces_and_old_text_stays(
         mask, segment = torch.ones_like(x, dtype=torch.bool), torch.zeros_like(x)
         logits = [
             [
-                hf._logits(network, network.modules, x, segment, mask)[..., : max(1, first)]
+                hf_export._logits(network, network.modules, x, segment, mask)[..., : max(1, first)]
                 for network in (model.network("discriminator"), model.network("generator"))
             ]
             for model in (before, after)
@@ -146,7 +146,7 @@ def test_training_goes_on_with_the_new_tokens(
     pretrain(config, corpus, tmp_path / "run", initial=initial, quiet=True)
     losses = [m["mlm_loss"] for m in read_metrics(tmp_path / "run") if m["kind"] == "train"]
     assert losses[-1] < losses[0]
-    hf.export_run(tmp_path / "run", tmp_path / "export")
+    hf_export.export_run(tmp_path / "run", tmp_path / "export")
     trained = hf.load_pretrained(tmp_path / "export").network("discriminator").tensors
     name = "encoder.embeddings.word.weight"
     start = pretrained.network("discriminator").tensors[name]
@@ -194,7 +194,7 @@ def test_rows_that_no_token_used_are_taken_first(model: Path, domain: Path, tmp_
                 rows = torch.full((3, *tensors[name].shape[1:]), 7.0)
                 tensors[name] = torch.cat([tensors[name], rows])
         padded.append(replace(network, vocab_size=network.vocab_size + 3, tensors=tensors))
-    hf.export_networks(
+    hf_export.export_networks(
         tuple(padded), before.needed_tokenizer(), tmp_path / "padded", {}, card.Story({})
     )
     for tokens, rows in ((2, 3), (4, 4)):

@@ -46,7 +46,7 @@ from electra.finetuning.finetune import (
 from electra.finetuning.glue import SQUAD, answer_texts
 from electra.finetuning.heads import TaskModel, build_head
 from electra.finetuning.tasks import GLUE, Examples, Loaded, Task
-from electra.formats import hf
+from electra.formats import hf, layout
 from electra.formats.hf import LoadedEncoder
 from electra.runlog import read_metrics
 from electra.studies.report import report
@@ -381,8 +381,8 @@ def test_fifty_steps_of_transformers(
     f = features_of(task)
     trainer = trainer_of(tokenizer, f, task, outputs, head="hf")
     theirs = kind(peers.electra_config(CONFIG, tokenizer.vocab_size, num_labels=outputs))
-    network = hf.Network(task.kind, CONFIG, tokenizer.vocab_size, trainer.weights())
-    assert not any(theirs.load_state_dict(hf.to_transformers(network)))
+    network = layout.Network(task.kind, CONFIG, tokenizer.vocab_size, trainer.weights())
+    assert not any(theirs.load_state_dict(layout.to_transformers(network)))
     # The vector of [PAD] learns only where padding is an outcome; transformers then holds it fixed.
     theirs.electra.embeddings.word_embeddings.padding_idx = None
     theirs.train()
@@ -445,11 +445,11 @@ def test_fifty_steps_of_a_slow_joint_head(
     assert ((f.targets["start"] == 0) & (f.targets["impossible"] == 0)).any()  # answer elsewhere
     trainer = trainer_of(tokenizer, f, QA, 2, head="paper")
     weights = trainer.weights()
-    network = hf.Network("encoder", CONFIG, tokenizer.vocab_size, weights)
+    network = layout.Network("encoder", CONFIG, tokenizer.vocab_size, weights)
     electra = transformers.ElectraModel(
         peers.electra_config(CONFIG, tokenizer.vocab_size, num_labels=2)
     )
-    state = {k.removeprefix("electra."): t for k, t in hf.to_transformers(network).items()}
+    state = {k.removeprefix("electra."): t for k, t in layout.to_transformers(network).items()}
     assert not any(electra.load_state_dict(state))
     head = nn.ModuleDict()
     for name in ("start", "end_hidden", "end", "answer_hidden", "answer"):

@@ -28,7 +28,7 @@ from electra.config import (
 )
 from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from electra.errors import CorruptError, ElectraError
-from electra.formats import hf
+from electra.formats import hf, hf_export, layout
 from electra.objectives import Objective, SpecialIds, build_objective
 
 # Pairwise different, so that no transposed or swapped axis can pass.
@@ -109,7 +109,7 @@ def objective_of(config: PretrainConfig, tokenizer: Path) -> Objective:
 @pytest.fixture(scope="module")
 def exported(vocabulary: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "out"
-    hf.export(objective_of(settings(), vocabulary), settings(), vocabulary, out, step=17)
+    hf_export.export(objective_of(settings(), vocabulary), settings(), vocabulary, out, step=17)
     return out
 
 
@@ -123,12 +123,12 @@ def inputs(vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def our_logits(network: hf.Network) -> Tensor:
+def our_logits(network: layout.Network) -> Tensor:
     x, segment, mask = inputs(network.vocab_size)
     if network.kind == "discriminator":
-        encoder, head = hf.build_discriminator(network)
+        encoder, head = layout.build_discriminator(network)
         return head(encoder(x, segment, mask, None))[mask]
-    encoder, head = hf.build_generator(network)
+    encoder, head = layout.build_generator(network)
     return head(encoder(x, segment, mask, None)[mask], encoder.embeddings.word.weight)
 
 
@@ -164,12 +164,12 @@ def test_logits_are_the_same_in_transformers(
 ) -> None:
     config = settings(sharing, embedding_size, disc_head=disc_head)
     objective = objective_of(config, vocabulary)
-    report = hf.export(objective, config, vocabulary, tmp_path / "out")
+    report = hf_export.export(objective, config, vocabulary, tmp_path / "out")
     assert [d.name for d in report.directories] == ["discriminator", "generator"]
     assert report.max_difference is not None
     assert report.max_difference <= 1e-5
     assert len(report.checks) == 2
-    for network in hf.networks_of(objective):
+    for network in layout.networks_of(objective):
         model = load_in_transformers(tmp_path / "out" / network.kind)
         ours, theirs = our_logits(network), their_logits(model)
         assert ours.std() > 0.1
@@ -179,7 +179,7 @@ def test_logits_are_the_same_in_transformers(
 def test_the_objective_itself_computes_these_logits(vocabulary: Path) -> None:
     """`networks_of` copies what the objective trains: same numbers from its own modules."""
     objective: Any = objective_of(settings(), vocabulary)
-    discriminator, generator = hf.networks_of(objective)
+    discriminator, generator = layout.networks_of(objective)
     x, segment, mask = inputs(discriminator.vocab_size)
     with torch.no_grad():
         h = objective.discriminator(x, segment, mask, None)
@@ -191,7 +191,7 @@ def test_the_objective_itself_computes_these_logits(vocabulary: Path) -> None:
 
 def test_ids_are_the_same_in_transformers(tokenizer_dir: Path, tmp_path: Path) -> None:
     config = settings()
-    hf.export(objective_of(config, tokenizer_dir), config, tokenizer_dir, tmp_path / "out")
+    hf_export.export(objective_of(config, tokenizer_dir), config, tokenizer_dir, tmp_path / "out")
     ours = Tokenizer.load(tokenizer_dir)
     for kind in AUTO:
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / kind)
@@ -208,9 +208,9 @@ def test_ids_are_the_same_in_transformers(tokenizer_dir: Path, tmp_path: Path) -
 def test_a_masked_language_model_is_a_generator(vocabulary: Path, tmp_path: Path) -> None:
     config = settings(kind="mlm")
     objective = objective_of(config, vocabulary)
-    hf.export(objective, config, vocabulary, tmp_path / "out")
+    hf_export.export(objective, config, vocabulary, tmp_path / "out")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["electra.json", "generator"]
-    (network,) = hf.networks_of(objective)
+    (network,) = layout.networks_of(objective)
     model = load_in_transformers(tmp_path / "out" / "generator")
     torch.testing.assert_close(our_logits(network), their_logits(model), rtol=0, atol=1e-5)
     pretrained = hf.load_pretrained(tmp_path / "out")
@@ -255,7 +255,7 @@ def test_without_transformers(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     objective = objective_of(settings(), vocabulary)
-    report = hf.export(objective, settings(), vocabulary, tmp_path / "out")
+    report = hf_export.export(objective, settings(), vocabulary, tmp_path / "out")
     assert report.max_difference is None
     assert report.checks == ("read back bit for bit",)
 
@@ -276,11 +276,11 @@ def test_a_run_is_exported_and_read(vocabulary: Path, tmp_path: Path) -> None:
     parameters = {name: p.detach() for name, p in objective.named_parameters()}
     write_checkpoint(run / "checkpoints", 23, {"model": parameters}, {})
 
-    report = hf.export_run(run, tmp_path / "out")
+    report = hf_export.export_run(run, tmp_path / "out")
     assert report.max_difference is not None
     assert json.loads((tmp_path / "out" / "electra.json").read_bytes())["step"] == 23
     for pretrained in (hf.load_pretrained(tmp_path / "out"), hf.load_pretrained(run)):
-        for network in hf.networks_of(objective):
+        for network in layout.networks_of(objective):
             read = pretrained.network(network.kind)
             assert replace(read.config, init="paper") == replace(network.config, init="paper")
             for name, tensor in network.tensors.items():
@@ -293,13 +293,13 @@ def test_half_the_bytes_in_small_files_are_the_rounded_model(
 ) -> None:
     config = replace(settings(), objective=ObjectiveConfig(disc_head=disc_head))
     objective, limit = objective_of(config, vocabulary), 4000
-    whole = hf.export(objective, config, vocabulary, tmp_path / "whole")
-    report = hf.export(
-        objective, config, vocabulary, tmp_path / "out", storage=hf.Storage(True, limit)
+    whole = hf_export.export(objective, config, vocabulary, tmp_path / "whole")
+    report = hf_export.export(
+        objective, config, vocabulary, tmp_path / "out", storage=hf_export.Storage(True, limit)
     )
     assert report.checks == whole.checks
     read = hf.load_pretrained(tmp_path / "out")
-    for network in hf.networks_of(objective):
+    for network in layout.networks_of(objective):
         place = tmp_path / "out" / network.kind
         files = {path.name: load_file(path) for path in place.glob("*.safetensors")}
         assert len(files) > 2
@@ -329,7 +329,9 @@ def test_numbers_that_float16_does_not_have_are_refused(vocabulary: Path, tmp_pa
     with torch.no_grad():
         objective.encoder.embeddings.word.weight[0, 0] = 7e4
     with pytest.raises(ElectraError, match="above 65,504") as caught:
-        hf.export(objective, settings(), vocabulary, tmp_path / "out", storage=hf.Storage(True))
+        hf_export.export(
+            objective, settings(), vocabulary, tmp_path / "out", storage=hf_export.Storage(True)
+        )
     assert caught.value.where == "--half"
     assert not (tmp_path / "out").exists()
 
@@ -360,7 +362,7 @@ def test_a_list_of_files_that_does_not_fit_is_refused(
 def test_a_run_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"config": to_dict(settings())}))
     with pytest.raises(ElectraError, match="not a run with a checkpoint"):
-        hf.export_run(tmp_path, tmp_path / "out")
+        hf_export.export_run(tmp_path, tmp_path / "out")
 
 
 # ---------------------------------------------------------------------- where it is written
@@ -371,16 +373,16 @@ def test_an_export_replaces_an_export_and_nothing_else(vocabulary: Path, tmp_pat
     objective = objective_of(settings(kind="mlm"), vocabulary)
     out.mkdir()
     for step in (1, 2):  # into an empty directory, then over the first one
-        hf.export(objective, settings(kind="mlm"), vocabulary, out, step=step)
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, out, step=step)
         assert json.loads((out / "electra.json").read_bytes())["step"] == step
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (out / "electra.json").unlink()
     with pytest.raises(ElectraError, match="something else"):
-        hf.export(objective, settings(kind="mlm"), vocabulary, out)
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, out)
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(ElectraError, match="something else"):
-        hf.export(objective, settings(kind="mlm"), vocabulary, file)
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, file)
     assert file.read_text() == "mine"
 
 
@@ -390,7 +392,7 @@ def test_an_export_through_a_link_leaves_the_link(vocabulary: Path, tmp_path: Pa
     link.symlink_to(real)
     objective = objective_of(settings(kind="mlm"), vocabulary)
     for step in (1, 2):
-        hf.export(objective, settings(kind="mlm"), vocabulary, link, step=step)
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, link, step=step)
         assert json.loads((real / "electra.json").read_bytes())["step"] == step
     assert link.is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
@@ -402,17 +404,17 @@ def test_a_failed_check_keeps_what_was_there(
 ) -> None:
     out = tmp_path / "out"
     objective = objective_of(settings(kind="mlm"), vocabulary)
-    hf.export(objective, settings(kind="mlm"), vocabulary, out, step=1)
+    hf_export.export(objective, settings(kind="mlm"), vocabulary, out, step=1)
 
-    def swapped(network: hf.Network) -> dict[str, Tensor]:
+    def swapped(network: layout.Network) -> dict[str, Tensor]:
         tensors = original(network)
         first, second = (f"electra.encoder.layer.{i}.output.dense.weight" for i in (0, 1))
         return tensors | {first: tensors[second], second: tensors[first]}
 
-    original = hf.to_transformers
-    monkeypatch.setattr(hf, "to_transformers", swapped)
+    original = layout.to_transformers
+    monkeypatch.setattr(hf_export, "to_transformers", swapped)
     with pytest.raises(CorruptError, match="reads back otherwise"):
-        hf.export(objective, settings(kind="mlm"), vocabulary, out, step=2)
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, out, step=2)
     assert json.loads((out / "electra.json").read_bytes())["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -422,11 +424,11 @@ def test_transformers_has_to_agree(
 ) -> None:
     """A name that both our writer and our reader get wrong is found by the second opinion."""
     a, b = "encoder.blocks.{i}.attention_norm", "encoder.blocks.{i}.ffn_norm"
-    crossed = {a: hf._MODULES[b], b: hf._MODULES[a]}
-    monkeypatch.setattr(hf, "_MODULES", hf._MODULES | crossed)
+    crossed = {a: layout.MODULES[b], b: layout.MODULES[a]}
+    monkeypatch.setattr(layout, "MODULES", layout.MODULES | crossed)
     objective = objective_of(settings(kind="mlm"), vocabulary)
     with pytest.raises(CorruptError, match="logits differ"):
-        hf.export(objective, settings(kind="mlm"), vocabulary, tmp_path / "out")
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
@@ -434,7 +436,7 @@ def test_a_tokenizer_that_is_too_large_is_refused(vocabulary: Path, tmp_path: Pa
     config = settings(kind="mlm")
     objective = build_objective(config, 7, SpecialIds(*range(5)))
     with pytest.raises(ElectraError, match="embeds only 7"):
-        hf.export(objective, config, vocabulary, tmp_path / "out")
+        hf_export.export(objective, config, vocabulary, tmp_path / "out")
 
 
 # ---------------------------------------------------------------------- transformers to ours
@@ -465,7 +467,7 @@ def random_model(kind: str, **changed: Any) -> Any:
 @pytest.mark.parametrize("embedding_size", [E, D])
 @pytest.mark.parametrize("kind", ["discriminator", "generator"])
 def test_reading_a_model_of_transformers(
-    kind: hf.Kind, embedding_size: int, tmp_path: Path
+    kind: layout.Kind, embedding_size: int, tmp_path: Path
 ) -> None:
     model = random_model(kind)
     if embedding_size != E:
@@ -510,7 +512,7 @@ def test_both_directories_of_transformers_as_one_model(vocabulary: Path, tmp_pat
     with torch.no_grad():
         for name, parameter in objective.named_parameters():
             parameter.copy_(state.parameters[name])
-    for network in hf.networks_of(objective):
+    for network in layout.networks_of(objective):
         theirs = their_logits(models[network.kind])
         torch.testing.assert_close(our_logits(network), theirs, rtol=0, atol=1e-5)
 
@@ -528,11 +530,11 @@ def assert_equal_state(parameters: dict[str, Tensor], objective: Objective) -> N
 @pytest.mark.parametrize("disc_head", ["dense", "linear"])
 @pytest.mark.parametrize("sharing", ["none", "embeddings", "all"])
 def test_training_continues_from_an_export(
-    sharing: Sharing, disc_head: hf.DiscHead, vocabulary: Path, tmp_path: Path
+    sharing: Sharing, disc_head: layout.DiscHead, vocabulary: Path, tmp_path: Path
 ) -> None:
     config = settings(sharing, disc_head=disc_head)
     objective = objective_of(config, vocabulary)
-    hf.export(objective, config, vocabulary, tmp_path / "out")
+    hf_export.export(objective, config, vocabulary, tmp_path / "out")
     pretrained = hf.load_pretrained(tmp_path / "out")
     base = replace(PretrainConfig(), data=config.data)
     warm = replace(config.optim, warmup_percent=6.0)
@@ -567,7 +569,7 @@ def test_a_missing_network_starts_from_new_weights(exported: Path, vocabulary: P
 
 def test_sharing_what_was_apart_is_said(vocabulary: Path, tmp_path: Path) -> None:
     apart = settings("none")
-    hf.export(objective_of(apart, vocabulary), apart, vocabulary, tmp_path / "out")
+    hf_export.export(objective_of(apart, vocabulary), apart, vocabulary, tmp_path / "out")
     pretrained = hf.load_pretrained(tmp_path / "out")
     size = pretrained.network("generator").vocab_size
     parameters, notes = hf.initial_state(pretrained, settings("embeddings"), size)

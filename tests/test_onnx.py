@@ -20,7 +20,7 @@ from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import CorruptError, ElectraError
 from electra.finetuning.heads import Form, TaskModel, build_head
 from electra.finetuning.tasks import Kind, Task
-from electra.formats import hf, onnx_export
+from electra.formats import hf, hf_export, onnx_export
 from electra.formats.onnx_export import export_onnx
 from electra.objectives import SpecialIds, build_objective
 
@@ -47,7 +47,7 @@ def finetuned(out: Path, kind: Kind, form: Form, tokenizer: Tokenizer) -> Path:
     head = build_head(kind, CONFIG, len(labels) or 1, form)
     model = TaskModel(Encoder(CONFIG, Embeddings(CONFIG, tokenizer.vocab_size)), head)
     initialise(model, "paper", 0)
-    hf.export_finetuned(lively(model), task, form, tokenizer, out, results={}, length=23)
+    hf_export.export_finetuned(lively(model), task, form, tokenizer, out, results={}, length=23)
     return out
 
 
@@ -60,7 +60,7 @@ def export(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     )
     vocab_size = Tokenizer.load(tokenizer_dir).vocab_size
     objective = build_objective(config, vocab_size, SpecialIds(*range(5)))
-    hf.export(lively(objective), config, tokenizer_dir, out)
+    hf_export.export(lively(objective), config, tokenizer_dir, out)
     return out
 
 

@@ -24,7 +24,7 @@ from electra.config import (
     PretrainConfig,
     Sharing,
 )
-from electra.formats import hf
+from electra.formats import layout
 from electra.objectives import Batch, Objective, SpecialIds, build_objective
 from electra.randomness import StepRng
 
@@ -78,7 +78,7 @@ def batch_and_rng(objective: Objective) -> tuple[Batch, StepRng]:
     return batch._replace(masked=masked), rng
 
 
-def in_transformers(network: hf.Network, dtype: torch.dtype) -> Any:
+def in_transformers(network: layout.Network, dtype: torch.dtype) -> Any:
     """The same network as a model of transformers, which ties its own output table."""
     config = peers.electra_config(network.config, network.vocab_size)
     classes = {
@@ -86,7 +86,7 @@ def in_transformers(network: hf.Network, dtype: torch.dtype) -> Any:
         "generator": transformers.ElectraForMaskedLM,
     }
     model = classes[network.kind](config)
-    result = model.load_state_dict(hf.to_transformers(network), strict=False)
+    result = model.load_state_dict(layout.to_transformers(network), strict=False)
     assert set(result.missing_keys) <= {"generator_lm_head.weight"}
     assert not result.unexpected_keys
     return model.to(dtype)
@@ -96,7 +96,7 @@ def gradients(objective: Objective, models: dict[str, Any]) -> dict[str, Tensor]
     """Gradients of the models of transformers under our parameters' names."""
     found: dict[str, Tensor] = {}
     names = {parameter: name for name, parameter in objective.named_parameters()}
-    for kind, pair in hf._pairs(objective).items():
+    for kind, pair in layout.pairs_of(objective).items():
         model = models[kind]
         theirs = {
             name: p.grad
@@ -104,7 +104,9 @@ def gradients(objective: Objective, models: dict[str, Any]) -> dict[str, Tensor]
             if p.grad is not None
         }
         for name, parameter in pair.named_parameters():
-            found[names[parameter]] = torch.cat([theirs[part] for part in hf._names(kind, name)])
+            found[names[parameter]] = torch.cat(
+                [theirs[part] for part in layout.names_of(kind, name)]
+            )
     return found
 
 
@@ -128,7 +130,7 @@ def test_replaced_token_detection(
 ) -> None:
     objective = objective_of(settings(sharing, embedding_size))
     batch, rng = batch_and_rng(objective)
-    models = {n.kind: in_transformers(n, dtype) for n in hf.networks_of(objective)}
+    models = {n.kind: in_transformers(n, dtype) for n in layout.networks_of(objective)}
     generator, discriminator = models["generator"], models["discriminator"]
     if sharing == "all":
         generator.electra = discriminator.electra
@@ -168,7 +170,7 @@ def test_masked_language_modelling(dtype: torch.dtype, rtol: float) -> None:
     config = settings("none", E, kind="mlm", mask_token_percent=80.0, random_token_percent=10.0)
     objective = objective_of(config)
     batch, rng = batch_and_rng(objective)
-    (network,) = hf.networks_of(objective)
+    (network,) = layout.networks_of(objective)
     model = in_transformers(network, dtype)
 
     objective = objective.to(dtype)
@@ -193,8 +195,8 @@ def test_masked_language_modelling(dtype: torch.dtype, rtol: float) -> None:
 def test_defaults_are_those_of_transformers() -> None:
     """`hf` reads what a config.json leaves out as our default."""
     ours, theirs = EncoderConfig(), transformers.ElectraConfig()
-    for field, name in hf._FIELDS.items():
+    for field, name in layout.FIELDS.items():
         assert getattr(ours, field) == getattr(theirs, name), field
-    for name, value in hf._FIXED.items():
+    for name, value in layout.FIXED.items():
         assert getattr(theirs, name, value) == value, name
     assert theirs.vocab_size == 30522

@@ -32,7 +32,7 @@ from electra.config import PretrainConfig, from_dict
 from electra.data.corpus import Corpus, prepare
 from electra.data.tokenizer import Tokenizer
 from electra.errors import DiskFull, ElectraError, Stopped
-from electra.formats import hf, onnx_export
+from electra.formats import hf_export, onnx_export
 from electra.pretrain import pretrain
 from electra.rundir import load_run
 from electra.runlog import RunLog, read_metrics
@@ -268,7 +268,8 @@ def test_a_command_without_room_says_so_and_does_it_all_when_given_again(
     name: str,
     workers: int,
 ) -> None:
-    monkeypatch.setattr(hf, "_compare", lambda *_: [])  # its import is slow, and it writes nothing
+    # Its import is slow, and it writes nothing.
+    monkeypatch.setattr(hf_export, "_compare", lambda *_: [])
 
     def written(out: Path, limit: int | None = None) -> dict[str, bytes]:
         flags = WRITERS[name].format(
@@ -310,9 +311,9 @@ import torch
 torch.set_num_threads(1)
 import torch.utils.tensorboard
 from electra import checkpoint, cli
-from electra.formats import hf
+from electra.formats import hf_export
 
-hf._compare = lambda *_: []
+hf_export._compare = lambda *_: []
 work, argv, tries = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 
 def run(number, at=0):
@@ -408,7 +409,7 @@ def test_tensorboard_without_room_is_a_warning_and_no_traceback(
 REPLACING = """
 import os, shutil, sys
 from pathlib import Path
-from electra.formats.hf import _replacing
+from electra.formats.hf_export import _replacing
 
 def write(out, text):
     with _replacing(out) as folder:
@@ -459,10 +460,10 @@ def test_an_export_that_dies_while_it_replaces_another_leaves_one_of_them(tmp_pa
         assert not out.exists() or len(list(out.iterdir())) == 3, at  # nor a part of one
         states |= found
         if found == {"none"}:  # between the two renames; the next try is refused half way
-            with pytest.raises(KeyError), hf._replacing(out):
+            with pytest.raises(KeyError), hf_export._replacing(out):
                 raise KeyError
             assert (out / "a").read_text() == "old"
-        with hf._replacing(out) as folder:
+        with hf_export._replacing(out) as folder:
             (folder / "electra.json").write_text("newest")
         assert [path.read_text() for path in out.iterdir()] == ["newest"]
     assert states == {"old", "new", "none"}

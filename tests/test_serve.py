@@ -32,7 +32,7 @@ from electra.encoder import Embeddings, Encoder, initialise
 from electra.finetuning.glue import SQUAD, predict_rows
 from electra.finetuning.heads import TaskModel, build_head, initialise_head
 from electra.finetuning.tasks import Task
-from electra.formats import card, hf
+from electra.formats import card, hf, hf_export, layout
 from electra.objectives import SpecialIds, build_objective
 from electra.use import serve
 from electra.use.detect import cut, detect
@@ -81,7 +81,7 @@ def models(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> di
     """A model of each kind, with random weights."""
     out = tmp_path_factory.mktemp("models")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "_compare", lambda *_: [])  # tested elsewhere, and slow to import
+        patch.setattr(hf_export, "_compare", lambda *_: [])  # tested elsewhere, and slow to import
         for name, task in TASKS.items():
             encoder = Encoder(ENCODER, Embeddings(ENCODER, tokenizer.vocab_size))
             initialise(encoder, "local", seed=1)
@@ -90,7 +90,7 @@ def models(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> di
             initialise_head(head, seed=2)
             for parameter in head.parameters():
                 parameter.data *= 5  # so that answers differ
-            hf.export_finetuned(
+            hf_export.export_finetuned(
                 TaskModel(encoder, head),
                 task,
                 "paper",
@@ -104,7 +104,7 @@ def models(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> di
         special = SpecialIds(*(tokenizer.special_names[name] for name in names))
         tokenizer.save(out / "tokenizer")
         objective = build_objective(config, tokenizer.vocab_size, special)
-        hf.export(objective, config, out / "tokenizer", out / "detect")
+        hf_export.export(objective, config, out / "tokenizer", out / "detect")
     return {name: out / name for name in (*TASKS, "detect")}
 
 
@@ -342,8 +342,8 @@ def test_what_a_model_cannot_do_is_404_with_the_reason(
         model = tmp_path / "encoder"
         loaded = hf.load_encoder(models["detect"])
         tensors = {f"encoder.{n}": t for n, t in loaded.tensors.items()}
-        network = hf.Network("encoder", loaded.config, loaded.vocab_size, tensors)
-        hf._write(model, network, loaded.tokenizer, card.Story({}), "unknown")
+        network = layout.Network("encoder", loaded.config, loaded.vocab_size, tensors)
+        hf_export._write(model, network, loaded.tokenizer, card.Story({}), "unknown")
     server = server_of(model)
     can = {"pairs": {"classify"}, "encoder": set[str]()}.get(name, {name}) | {"embed"}
     (_, health), (_, openapi), (_, page), *found = ask(

@@ -35,7 +35,7 @@ from electra.config import (
 )
 from electra.data.tokenizer import Tokenizer
 from electra.errors import CorruptError, ElectraError
-from electra.formats import hf
+from electra.formats import hf, hf_export, layout
 from electra.formats.tf_checkpoint import crc32c, find, read_bundle
 from electra.objectives import SpecialIds, build_objective
 
@@ -142,7 +142,7 @@ def write(
     return prefix
 
 
-def variables(network: hf.Network, scope: str, embeddings: str) -> dict[str, Tensor]:
+def variables(network: layout.Network, scope: str, embeddings: str) -> dict[str, Tensor]:
     """The variables that Google's code has for one of our networks."""
     places = {"encoder.embeddings": f"{embeddings}/embeddings", "encoder": scope}
     places |= {"head": f"{network.kind}_predictions"}
@@ -217,12 +217,12 @@ def test_both_networks_of_it_compute_what_tensorflow_computes() -> None:
     given = oracle("pretrain_forward.npz")
     segment, mask = given["in/segment_ids"].long(), given["in/input_mask"].bool()
     with torch.no_grad():
-        encoder, discriminator = hf.build_discriminator(pretrained.network("discriminator"))
+        encoder, discriminator = layout.build_discriminator(pretrained.network("discriminator"))
         h = encoder(given["out/corrupted_ids"].long(), segment, mask, None)
         real = given["in/input_mask"].bool()
         assert (h - given["out/disc_all_layers"][-1])[real].abs().max() < 5e-6
         assert (discriminator(h) - given["out/disc_logits"])[real].abs().max() < 5e-6
-        encoder, generator = hf.build_generator(pretrained.network("generator"))
+        encoder, generator = layout.build_generator(pretrained.network("generator"))
         h = encoder(given["in/masked_input_ids"].long(), segment, mask, None)
         assert (h - given["out/gen_all_layers"][-1])[real].abs().max() < 5e-6
         at = given["in/masked_lm_positions"].long()[..., None].expand(-1, -1, h.shape[-1])
@@ -317,16 +317,18 @@ def config_of(sharing: Any, *, width: int = 64, **objective: Any) -> PretrainCon
     )
 
 
-def networks(config: PretrainConfig, vocab_size: int) -> dict[str, hf.Network]:
+def networks(config: PretrainConfig, vocab_size: int) -> dict[str, layout.Network]:
     objective = build_objective(config, vocab_size, SpecialIds(*range(5)))
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
-    return {network.kind: network for network in hf.networks_of(objective)}
+    return {network.kind: network for network in layout.networks_of(objective)}
 
 
-def google(directory: Path, config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, hf.Network]:
+def google(
+    directory: Path, config: PretrainConfig, tokenizer: Tokenizer
+) -> dict[str, layout.Network]:
     """A folder as Google's code leaves it in mid-training, and the networks in it."""
     found = networks(config, tokenizer.vocab_size)
     sharing = config.generator.sharing
@@ -475,9 +477,9 @@ def test_import_writes_an_export(
 @pytest.fixture
 def pickled(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An export whose discriminator is a .bin."""
-    monkeypatch.setattr(hf, "_compare", lambda *_: [])
+    monkeypatch.setattr(hf_export, "_compare", lambda *_: [])
     google(tmp_path / "m", config_of("embeddings"), tokenizer)
-    hf.import_model(tmp_path / "m", tmp_path / "export")
+    hf_export.import_model(tmp_path / "m", tmp_path / "export")
     directory = tmp_path / "export" / "discriminator"
     weights = directory / "model.safetensors"
     torch.save(load_file(weights), directory / "pytorch_model.bin")

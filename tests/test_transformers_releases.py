@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from electra.data.tokenizer import Tokenizer, train_tokenizer
-from electra.formats import hf
+from electra.formats import hf, hf_export, layout
 
 ROOT = Path(__file__).parents[1]
 RELEASE = os.environ.get("ELECTRA_TRANSFORMERS", "")
@@ -69,18 +69,18 @@ def write_cases(place: Path, name: str, tokenizer_dir: Path) -> None:
     """Both networks under all their classes, and a model of each kind of task."""
     config, tokenizer = pretrained.settings(), Tokenizer.load(tokenizer_dir)
     objective = pretrained.objective_of(config, tokenizer_dir)
-    for network in hf.networks_of(objective):
+    for network in layout.networks_of(objective):
         model = network.modules
 
         def states(x: Any, segment: Any, mask: Any, model: Any = model) -> Any:
             return {"last_hidden_state": model.encoder(x, segment, mask, None)}
 
         def logits(x: Any, s: Any, mask: Any, network: Any = network, model: Any = model) -> Any:
-            return {"logits": hf._logits(network, model, x, s, mask)}
+            return {"logits": hf_export._logits(network, model, x, s, mask)}
 
         head = "ForPreTraining" if network.kind == "discriminator" else "ForMaskedLM"
         for auto, expected in (("AutoModel", states), (f"AutoModel{head}", logits)):
-            hf.export(objective, config, tokenizer_dir, place.parent / "export")
+            hf_export.export(objective, config, tokenizer_dir, place.parent / "export")
             directory = place / f"{name}-{network.kind}-{auto}"
             (place.parent / "export" / network.kind).rename(directory)
             limit = network.config.max_positions

@@ -34,7 +34,7 @@ pytest.importorskip("starlette")
 from electra.data.corpus import Corpus
 from electra.errors import ElectraError
 from electra.files import exclusive
-from electra.formats import hf
+from electra.formats import hf, hf_export, layout
 from electra.pretrain import pretrain
 from electra.use import ui
 from electra.use.detect import cut, detect
@@ -65,7 +65,7 @@ def made(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Made:
         run_device="cpu",
     )
     pretrain(config, corpus, here / "run", quiet=True)
-    hf.export_run(here / "run", here / "export")
+    hf_export.export_run(here / "run", here / "export")
     return Made(here / "run", here / "export")
 
 
@@ -171,7 +171,7 @@ def test_a_forced_token_is_judged_like_the_text_with_it(page: Page, made: Made) 
 def test_alternatives_are_the_generators(page: Page) -> None:
     masked = [2, 7]
     assert page.model is not None
-    encoder, head = hf.build_generator(page.model.network("generator"))
+    encoder, head = layout.build_generator(page.model.network("generator"))
     head.bias[9] += 6  # so sure that not all that come next are worth showing
     found = ask(page, "/api/detect", {"text": TEXT, "masked": masked}).json["tokens"]
     tokenizer = page.model.needed_tokenizer()

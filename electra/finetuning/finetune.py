@@ -47,7 +47,8 @@ from ..data.tokenizer import Tokenizer
 from ..encoder import Embeddings, Encoder
 from ..errors import CorruptError, ElectraError, NumericError, Stopped, StopRequest
 from ..files import exclusive, json_bytes, read_json, reading, write_atomic
-from ..formats.hf import LoadedEncoder, export_finetuned, refuse_foreign
+from ..formats.hf import LoadedEncoder
+from ..formats.hf_export import export_finetuned, refuse_foreign
 from ..optim import Adam, learning_rate
 from ..randomness import SeededDropout
 from ..rundir import differences

@@ -21,7 +21,9 @@ from ..data.tokenizer import SPECIAL_TOKENS, Tokenizer, count_words
 from ..errors import ElectraError
 from ..studies.report import code
 from . import card
-from .hf import ExportReport, Network, export_networks, load_pretrained
+from .hf import load_pretrained
+from .hf_export import ExportReport, export_networks
+from .layout import Network
 
 
 class Extended(NamedTuple):

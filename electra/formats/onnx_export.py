@@ -35,7 +35,7 @@ from ..files import fsync_dir, storage_errors, write_atomic
 from ..finetuning import tasks
 from ..finetuning.features import encode_texts
 from ..finetuning.heads import LinearSpanHead, SentenceHead, TaggingHead
-from . import hf
+from . import hf, hf_export, layout
 
 Part = Literal["model", "encoder"]
 Rows = tuple[Tensor, Tensor, Tensor]  # input_ids, attention_mask, token_type_ids
@@ -116,8 +116,8 @@ def export_onnx(
         opset = _write(graph, checks[3], plain, is_large)
         apart = _differences(graph, _session(plain), checks)
         largest = max(1.0, *(float(o.abs().max()) for rows in checks for o in graph(*rows)))
-        is_close = apart.max() <= hf._TOLERANCE * largest
-        hf._require(is_close, f"outputs differ by {apart.max():.1e} in onnxruntime")
+        is_close = apart.max() <= hf_export._TOLERANCE * largest
+        hf_export._require(is_close, f"outputs differ by {apart.max():.1e} in onnxruntime")
         cost: dict[str, float] = {}
         if int8:
             options = {"per_channel": True, "use_external_data_format": is_large}
@@ -167,9 +167,9 @@ def _load(directory: Path, part: Part) -> tuple[_Graph, Tokenizer, hf.FineTuned 
         pretrained = hf.load_pretrained(directory)
         tokenizer = pretrained.needed_tokenizer()
         if pretrained.discriminator is not None:
-            encoder, head = hf.build_discriminator(pretrained.discriminator)
+            encoder, head = layout.build_discriminator(pretrained.discriminator)
         else:
-            encoder, head = hf.build_generator(pretrained.network("generator"))
+            encoder, head = layout.build_generator(pretrained.network("generator"))
     known = (DiscriminatorHead, GeneratorHead, SentenceHead, TaggingHead, LinearSpanHead)
     if head is not None and not isinstance(head, known):
         what = "The joint head of question answering is a search, which has no form in ONNX."
@@ -180,7 +180,7 @@ def _load(directory: Path, part: Part) -> tuple[_Graph, Tokenizer, hf.FineTuned 
 
 def _rows(tokenizer: Tokenizer, B: int, T: int) -> Rows:
     """Text of many scripts in B rows of T tokens, each shorter than the one before it."""
-    stream = [i for text in hf._TEXTS for i in tokenizer.encode(text)]
+    stream = [i for text in hf_export._TEXTS for i in tokenizer.encode(text)]
     x, position = np.full((B, T), tokenizer.pad_id, np.int64), torch.arange(T)
     length = T - (T - 1) * torch.arange(B)[:, None] // B  # (B, 1)
     for i, n in enumerate(length[:, 0].tolist()):

@@ -31,14 +31,8 @@ from ..errors import ElectraError
 from ..files import json_bytes, shipped_model, write_atomic
 from ..finetuning.finetune import TextData, finetune, resolve
 from ..finetuning.tasks import Examples, Loaded, Task
-from ..formats.hf import (
-    LoadedEncoder,
-    Pretrained,
-    encoder_of,
-    export_run,
-    load_encoder,
-    load_pretrained,
-)
+from ..formats.hf import LoadedEncoder, Pretrained, encoder_of, load_encoder, load_pretrained
+from ..formats.hf_export import export_run
 from ..pretrain import pretrain
 from ..recipes import tiny
 from ..runlog import read_metrics

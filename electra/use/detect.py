@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ..data.tokenizer import Tokenizer
 from ..errors import ElectraError
-from ..formats.hf import Network, Pretrained, build_discriminator, build_generator, load_pretrained
+from ..formats.hf import Pretrained, load_pretrained
+from ..formats.layout import Network, build_discriminator, build_generator
 
 _SUSPICIOUS = 0.5  # P(replaced) from which alternatives are asked for
 LIKELY = 0.01  # the generator's probability from which an alternative is worth naming

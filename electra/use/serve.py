@@ -39,7 +39,7 @@ from ..finetuning.finetune import predict
 from ..finetuning.glue import answer_questions, answer_texts
 from ..finetuning.heads import Head, TaskModel
 from ..finetuning.squad import Question
-from ..formats import hf
+from ..formats import hf, layout
 from . import web
 from .detect import cut, verdict, with_generator
 
@@ -121,7 +121,7 @@ def open_service(path: Path) -> Service:
             loaded, why = hf.load_encoder(path), error.what.rstrip(".")
             encoder, tokenizer = loaded.build().to(device), loaded.tokenizer
         else:
-            encoder, head = hf.build_discriminator(network)
+            encoder, head = layout.build_discriminator(network)
             encoder.to(device)
             tokenizer, why = model.needed_tokenizer(), "this model is not fine-tuned"
             endpoints["detect"] = _detection(model, encoder, head.to(device), device)

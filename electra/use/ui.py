@@ -40,7 +40,7 @@ from ..files import read_json, reading, storage_errors, write_atomic
 from ..finetuning import tasks
 from ..finetuning.features import encode_texts
 from ..finetuning.finetune import predict
-from ..formats import hf
+from ..formats import hf, layout
 from ..randomness import Purpose, StepRng
 from ..studies.report import HELD_OUT, is_finite, read_log, read_pretraining, read_results
 from . import web
@@ -403,7 +403,7 @@ def _as_in_training(count: int, rng: StepRng) -> Tensor:
 
 def _guess(model: hf.Pretrained, rows: list[Row], x: Tensor, at: Tensor) -> Tensor:
     """The generator's logits at these places, all of them masked, (M, V)."""
-    encoder, head = hf.build_generator(model.network("generator"))
+    encoder, head = layout.build_generator(model.network("generator"))
     x_masked, states = x.index_fill(0, at, model.needed_tokenizer().mask_id), list[Tensor]()
     for row in rows:
         if len(places := row.places(at)):
@@ -452,7 +452,7 @@ def explore(model: hf.Pretrained, text: str) -> Json:
 
 def _attention(network: Any, x: Tensor) -> Tensor:
     """softmax(q kᵀ / √K) of every block and head, (L, H, T, T)."""
-    encoder, _ = hf.build_discriminator(network)
+    encoder, _ = layout.build_discriminator(network)
     c, found = encoder.config, list[Tensor]()
     h = encoder.embeddings(x, torch.zeros_like(x))
     h = h if encoder.project is None else encoder.project(h)
