@@ -200,10 +200,10 @@ def cache_of(folder: str, values: dict[str, Any]) -> str:
 
 
 def put(path: str, value: Any) -> None:
-    """Set a value of a module of the package. Settings of a kernel change in place: functions have
+    """Set a value of a module of `electra.gpu`. Settings of a kernel change in place: functions have
     them as defaults."""
     module, *names, last = path.split(".")
-    holder: Any = importlib.import_module(f"electra.{module}")
+    holder: Any = importlib.import_module(f"electra.gpu.{module}")
     for name in names:
         holder = holder[name] if isinstance(holder, dict) else getattr(holder, name)
     old = holder[last] if isinstance(holder, dict) else getattr(holder, last)

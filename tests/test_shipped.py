@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from artefacts import Artefacts, make_artefacts
+from conftest import MODULES
 from rich.console import Console
 
 import electra
@@ -95,7 +96,7 @@ def test_the_other_commands_take_it_unless_one_is_named(
 
     monkeypatch.chdir(tmp_path)
     module, _, function = work.partition(".")
-    monkeypatch.setattr(importlib.import_module(f"electra.{module}"), function, note)
+    monkeypatch.setattr(importlib.import_module(MODULES[module]), function, note)
     other = {"serve": ["mine"], "extend": ["mine"]}.get(command[0], ["--model", "mine"])
     with pytest.raises(Taken) as taken:
         cli.run([command[0], *(other if named else []), *command[1:]])
