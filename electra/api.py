@@ -34,7 +34,7 @@ from .finetuning import tasks
 from .finetuning.glue import answer_questions, answer_texts, finetune_task
 from .finetuning.squad import Question
 from .formats import card, hf, hf_export
-from .pretrain import pretrain
+from .pretrain import open_corpus, pretrain
 from .recipes import Profile, recipe
 from .studies.report import Section, code, long_form, read_sections, report_sections, table
 from .studies.report_html import fragment, to_html
@@ -132,7 +132,7 @@ def train(
     `settings` by group: `run={"minutes": 10}, optim={"learning_rate": 3e-4}`. `init`: a model to
     start from instead of new weights.
     """
-    corpus = corpus if isinstance(corpus, Corpus) else Corpus.open(Path(corpus))
+    corpus = corpus if isinstance(corpus, Corpus) else open_corpus(Path(corpus))
     base = recipe(recipe_name, profile)
     start = hf.load_pretrained(Path(init)) if init is not None else None
     if start is not None:

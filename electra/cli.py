@@ -239,12 +239,11 @@ class PretrainCommand(Command):
             what = "pretrain needs --corpus or --input, one of them."
             fix = "give a corpus made by `electra prepare`, or text files with --input"
             raise ElectraError(what, where="electra pretrain", fix=fix)
-        from .data.corpus import Corpus
-        from .pretrain import pretrain
+        from .pretrain import open_corpus, pretrain
 
         for name in self._without_effect():
             _note(f"warning: --{name.replace('_', '-')} has no effect here")
-        corpus = Corpus.open(self.corpus or self._prepare_inside())
+        corpus = open_corpus(self.corpus or self._prepare_inside())
         options = self.given("force", "quiet")
         if self.init is not None:
             from .formats.hf import initial_state, load_pretrained

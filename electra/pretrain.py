@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Generator
@@ -26,6 +28,7 @@ from .config import PretrainConfig
 from .data.corpus import Corpus
 from .errors import (
     BrokenOff,
+    CorruptError,
     DiskFull,
     ElectraError,
     LostProcess,
@@ -34,7 +37,7 @@ from .errors import (
     StopRequest,
 )
 from .evaluate import Evaluation, diagnose, evaluate, token_counts, unigram_entropy
-from .files import exclusive, reading
+from .files import exclusive, json_bytes, reading
 from .flops import matmul_flops_per_token
 from .micro_batch import compiling, device_errors, find_micro_batch
 from .objectives import SpecialIds, build_objective, disc_share
@@ -45,6 +48,12 @@ from .runtime import Runtime
 from .trainer import Meter, Trainer
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
+
+
+def open_corpus(path: Path) -> Corpus:
+    """For `pretrain`, which has the tokens checked by one process of each machine where there are
+    several: each of them would read the whole corpus."""
+    return Corpus.open(path, defer=int(os.environ.get("WORLD_SIZE", 1)) > 1)
 
 
 def pretrain(
@@ -76,6 +85,7 @@ def pretrain(
         )
     with StopRequest() as stop:
         try:
+            _check_tokens(corpus, runtime, stop)
             with exclusive(out) if runtime.is_main else contextlib.nullcontext():
                 changed: list[str] = []
                 if runtime.is_main:
@@ -90,6 +100,39 @@ def pretrain(
             raise
         finally:
             runtime.leave()
+
+
+def _check_tokens(corpus: Corpus, runtime: Runtime, stop: StopRequest) -> None:
+    """Check what `Corpus.open` left unchecked; what one process finds ends all, in its words.
+
+    All meet after each file, so that none waits for another one for longer than a file takes.
+    """
+    number = float(int(corpus.fingerprint[:12], 16))  # exact: 48 of its bits
+    if runtime.any(runtime.agree(number) != number):
+        raise ElectraError(
+            "The processes see different corpora.",
+            where=str(corpus.path),
+            fix="give the same --corpus on all nodes, or the same copy of it",
+        )
+    if not runtime.any(len(corpus.unchecked) > 0):
+        return
+    for file in corpus.token_files:
+        if runtime.any(stop()):
+            raise Stopped
+        found: CorruptError | None = None
+        if runtime.is_first_here and file in corpus.unchecked:
+            try:
+                corpus.check(file)
+            except CorruptError as error:
+                found = error
+        word = json_bytes([found.what, found.where, found.fix]).decode() if found else ""
+        rank, word = runtime.first_word(word)
+        if found is not None:
+            raise found
+        if word:
+            what, where, fix = json.loads(word)
+            raise CorruptError(what, f"{where} (process {rank} found it)", fix)
+    corpus.unchecked = ()
 
 
 def _carry_out(run: Run, changed: list[str], quiet: bool) -> None:

@@ -46,6 +46,7 @@ class Runtime:
     threads: int
     rank: int = 0
     world: int = 1
+    is_first_here: bool = True  # of its machine's processes: does what one of them has to do there
     owns_group: bool = False
     owns_determinism: bool = False
     store: Any = None  # where processes leave word for each other when something goes wrong
@@ -86,6 +87,25 @@ class Runtime:
         with self.together():
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
             return bool(shared.item())
+
+    def first_word(self, word: str) -> tuple[int, str]:
+        """Of the processes that have a word, the first one and its word; 0 and "" if none has."""
+        if self.world == 1:
+            return 0, word
+        data = word.encode()
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        sizes = sizes.to(self.device)
+        with self.together():
+            dist.all_reduce(sizes)
+            told: list[int] = sizes.tolist()
+            first = next((rank for rank, size in enumerate(told) if size), None)
+            if first is None:
+                return 0, ""
+            letters = torch.tensor(list(data if first == self.rank else bytes(told[first])))
+            letters = letters.to(self.device)
+            dist.broadcast(letters, src=first)
+            return first, bytes(letters.tolist()).decode()
 
     def leave(self) -> None:
         """End the process group and deterministic mode, if they were started here."""
@@ -234,6 +254,8 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         threads=threads,
         rank=rank,
         world=world,
+        # Where a launcher does not number the processes of a machine, each of them is the first.
+        is_first_here=rank == 0 or int(os.environ.get("LOCAL_RANK", 0)) == 0,
         owns_group=owns_group,
         owns_determinism=owns_determinism,
         store=store,

@@ -747,6 +747,34 @@ def test_one_flipped_byte_anywhere_is_found(copy: Path) -> None:
     Corpus.open(copy)
 
 
+def open_and_check(path: Path) -> Corpus:
+    corpus = Corpus.open(path, defer=True)
+    for file in corpus.unchecked:
+        corpus.check(file)
+    return corpus
+
+
+def test_what_is_deferred_is_the_content_of_the_tokens_alone(copy: Path) -> None:
+    assert Corpus.open(copy).unchecked == ()
+    for path in [*copy.glob("*.bin"), *(copy / "tokenizer").iterdir()]:
+        original = path.read_bytes()
+        path.write_bytes(bytes([original[0] ^ 1]) + original[1:])
+        if ".tokens." in path.name:
+            Corpus.open(copy, defer=True)
+        else:
+            with pytest.raises(CorruptError, match="checksum is wrong"):
+                Corpus.open(copy, defer=True)
+        with pytest.raises(CorruptError, match="checksum is wrong") as caught:
+            open_and_check(copy)
+        assert caught.value.where == str(path)
+        path.unlink()
+        with pytest.raises(CorruptError, match="missing"):
+            Corpus.open(copy, defer=True)
+        path.write_bytes(original)
+    unchecked = {file.name for file in open_and_check(copy).unchecked}
+    assert unchecked == {path.name for path in copy.glob("*.tokens.bin")}
+
+
 @pytest.mark.parametrize("damage", ["truncate", "grow", "remove"])
 def test_wrong_sizes_are_found_without_reading(copy: Path, damage: str) -> None:
     for path in (copy / "train-00000.tokens.bin", copy / "held-out-00000.examples.bin"):

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,8 +31,9 @@ from electra import exchange
 from electra import runtime as runtimes
 from electra.checkpoint import load_newest, read_checkpoint
 from electra.config import PretrainConfig, from_dict, to_dict
+from electra.data import shards
 from electra.data.corpus import Corpus
-from electra.errors import ElectraError, LostProcess, Stopped
+from electra.errors import CorruptError, ElectraError, LostProcess, Stopped
 from electra.exchange import Exchange
 from electra.files import json_bytes, read_json
 from electra.objectives import (
@@ -42,7 +44,7 @@ from electra.objectives import (
     build_objective,
 )
 from electra.optim import Adam
-from electra.pretrain import pretrain
+from electra.pretrain import open_corpus, pretrain
 from electra.randomness import StepRng
 from electra.runlog import read_metrics
 from electra.studies import ablate
@@ -429,6 +431,138 @@ def test_a_signal_ends_a_process_that_waits_for_the_others(corpus: Corpus, tmp_p
     finally:
         process.kill()
         process.wait()
+
+
+# ---------------------------------------------------------------------- the corpus is checked once
+
+
+def damage(corpus: Path) -> Path:
+    """Another token somewhere, in a file of the same size."""
+    path = corpus / "train-00000.tokens.bin"
+    with open(path, "r+b") as file:
+        byte = file.read(1)[0]
+        file.seek(0)
+        file.write(bytes([byte ^ 1]))
+    return path
+
+
+def two_processes_open(rank: int, work: Path, settings: dict[str, Any]) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    meet = f"file://{work / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    config = with_run(from_dict(PretrainConfig, settings, where="test"), train_steps=1)
+    hash_file, hashed = shards.xxh3_file, list[str]()
+
+    def noted(path: Path) -> str:
+        hashed.append(path.name)
+        if name == "stopped" and "tokens" in path.name:
+            signal.raise_signal(signal.SIGTERM)
+        return hash_file(path)
+
+    shards.xxh3_file = noted
+    scenes = {  # of each process: its number on its machine, and the corpus that it sees
+        "one machine": ((0, "whole"), (1, "whole")),
+        "two machines": ((0, "whole"), (0, "copy")),
+        "no numbers": ((None, "whole"), (None, "copy")),
+        "damaged": ((0, "damaged"), (1, "damaged")),
+        "damaged there": ((0, "whole"), (0, "damaged")),
+        "damaged here": ((0, "damaged"), (0, "whole")),
+        "not the same": ((0, "whole"), (1, "other")),
+        "stopped": ((0, "whole"), (1, "whole")),
+    }
+    for name, scene in scenes.items():
+        local, place = scene[rank]
+        os.environ.pop("LOCAL_RANK", None)
+        if local is not None:
+            os.environ["LOCAL_RANK"] = str(local)
+        hashed.clear()
+        told = ""
+        try:
+            pretrain(config, open_corpus(work / place), work / "runs" / name, quiet=True)
+        except ElectraError as error:
+            told = f"{type(error).__name__}: {error}"
+        except Stopped:
+            told = "stopped"
+        tokens = sorted(file for file in hashed if "tokens" in file)
+        record = {"told": told, "tokens": tokens, "others": len(hashed) - len(tokens)}
+        (work / f"{name}-{rank}").write_bytes(json_bytes(record))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_one_process_of_a_machine_reads_all_tokens_and_damage_stops_every_process(
+    corpus: Corpus, segments: Corpus, tmp_path: Path
+) -> None:
+    for place in ("whole", "copy", "damaged"):
+        shutil.copytree(corpus.path, tmp_path / place)
+    shutil.copytree(segments.path, tmp_path / "other")
+    where = damage(tmp_path / "damaged")
+    mp.spawn(two_processes_open, (tmp_path, to_dict(config_of_pair())), nprocs=2)
+
+    def seen(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        one, two = (read_json(tmp_path / f"{name}-{rank}") for rank in (0, 1))
+        started = (tmp_path / "runs" / name).exists()
+        assert started == (one["told"] == two["told"] == ""), name
+        assert one["others"] == two["others"] > 0  # what every process reads whole anyway
+        return one, two
+
+    files = sorted(file.name for file in corpus.token_files)
+    one, two = seen("one machine")
+    assert one["tokens"] == files
+    assert two["tokens"] == []
+    for name in ("two machines", "no numbers"):
+        one, two = seen(name)
+        assert one["tokens"] == two["tokens"] == files
+    told = (
+        f"CorruptError: The file is not what was written: its checksum is wrong.\n  where: {where}"
+    )
+    for name, finder in (("damaged", 0), ("damaged here", 0), ("damaged there", 1)):
+        both = seen(name)
+        assert both[finder]["told"].startswith(f"{told}\n"), name
+        assert both[1 - finder]["told"].startswith(f"{told} (process {finder} found it)\n"), name
+        assert all(each["told"].endswith("copy it again") for each in both)
+    one, two = seen("stopped")
+    assert one["told"] == two["told"] == "stopped"
+    assert len(one["tokens"]) == 1 < len(files)
+    for each in seen("not the same"):
+        assert each["told"].startswith("ElectraError: The processes see different corpora.")
+        assert each["tokens"] == []
+
+
+def test_processes_that_meet_a_damaged_corpus_end_with_its_exit_code(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """Without torchrun, which would end the other one: each leaves by itself, and soon."""
+    where = damage(shutil.copytree(corpus.path, tmp_path / "damaged"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    config = tmp_path / "pair.json"
+    config.write_bytes(json_bytes(to_dict(with_run(config_of_pair(), timeout_seconds=600.0))))
+    arguments = ["--config", config, "--corpus", where.parent, "--out", tmp_path / "run", "--quiet"]
+    common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "electra", "pretrain", *map(str, arguments)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for process in both:
+            told = process.communicate(timeout=120)[1]
+            assert process.returncode == CorruptError.exit_code, told
+            assert f"its checksum is wrong.\n  where: {where}" in told
+            assert "Traceback" not in told
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 # ---------------------------------------------------------------------- one of two is lost

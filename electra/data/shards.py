@@ -32,7 +32,7 @@ _FIX = "prepare the corpus again, or copy it again"
 
 
 class Corpus:
-    """A prepared corpus, checked when it is opened."""
+    """A prepared corpus, checked when it is opened, but for what that was asked to leave."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
@@ -43,6 +43,7 @@ class Corpus:
         self.sequence_length: int = manifest.settings["sequence_length"]
         self.special_ids = manifest.special_ids
         self.train, self.held_out = (Examples(path, manifest, part) for part in PARTS)
+        self.unchecked: tuple[FileSum, ...] = ()  # whose content somebody has yet to `check`
 
     @property
     def whole(self) -> Examples:
@@ -50,8 +51,12 @@ class Corpus:
         return Examples(self.path, self.manifest, *PARTS)
 
     @classmethod
-    def open(cls, path: Path, *, verify: bool = True) -> Corpus:
-        """Checks names and sizes of all files and, with `verify`, every byte of them."""
+    def open(cls, path: Path, *, verify: bool = True, defer: bool = False) -> Corpus:
+        """Checks names and sizes of all files and, with `verify`, every byte of them.
+
+        defer: the content of the tokens, nearly all there is to read, is left to the caller: they
+        are `unchecked`. The tables of the examples are read here, and therefore checked.
+        """
         path = Path(path)
         try:
             stored = (path / "manifest.json").read_bytes()
@@ -62,11 +67,24 @@ class Corpus:
             raise ElectraError(what, path, fix) from error
         with reading(path / "manifest.json", _FIX):
             manifest = Manifest.from_dict(json.loads(stored))
-            for file in (file for shard in manifest.shards for file in shard.files):
-                check_file(path, file, verify=verify)
+            for shard in manifest.shards:
+                check_file(path, shard.tokens, verify=verify and not defer)
+                check_file(path, shard.examples, verify=verify)
             for file in manifest.tokenizer_files:
                 check_file(path / "tokenizer", file, verify=verify)
-            return cls(path, manifest)
+            corpus = cls(path, manifest)
+        if defer:
+            corpus.unchecked = corpus.token_files
+        return corpus
+
+    @property
+    def token_files(self) -> tuple[FileSum, ...]:
+        return tuple(shard.tokens for shard in self.manifest.shards)
+
+    def check(self, file: FileSum) -> None:
+        """Every byte of a file that is `unchecked`."""
+        with reading(self.path / file.name, _FIX):
+            check_file(self.path, file, verify=True)
 
 
 def check_file(directory: Path, file: FileSum, *, verify: bool) -> None:
