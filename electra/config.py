@@ -419,7 +419,8 @@ class PretrainConfig:
             raise ElectraError(what, where="generator.kind", fix="set generator.kind to network")
 
     def without_effect(self) -> Iterator[str]:
-        """A sentence for every setting that has another value than its default and does nothing."""
+        """A sentence for every setting that has another value than its default and does nothing, or
+        less than it says."""
         values, defaults = flat(to_dict(self)), flat(to_dict(PretrainConfig()))
         needed = {
             "optim.muon_rate": ("optim.kind", "muon"),
@@ -434,6 +435,18 @@ class PretrainConfig:
         for name, missing in idle.items():
             if values[name] != defaults[name]:
                 yield f"{name} {values[name]} has no effect: it needs {missing}"
+        if self.run.keep_every is not None:
+            yield from self._keeps_less(self.run.keep_every)
+
+    def _keeps_less(self, keep_every: int) -> Iterator[str]:
+        """What `run.keep_every` does not do, as checkpoints are made every save_every steps."""
+        name, save_every = f"run.keep_every {keep_every}", self.run.save_every
+        both = math.lcm(keep_every, save_every)
+        made = f"checkpoints are made every {save_every:,} steps (run.save_every)"
+        if both >= self.run.train_steps:
+            yield f"{name} has no effect: {made}, none of them before the end at a multiple of it"
+        elif both > keep_every:
+            yield f"{name} keeps the checkpoints of every {both:,} steps only: {made}"
 
     @property
     def generator_encoder(self) -> EncoderConfig:

@@ -42,7 +42,7 @@ from .flops import matmul_flops_per_token
 from .micro_batch import compiling, device_errors, find_micro_batch
 from .objectives import SpecialIds, build_objective, disc_share
 from .optim import learning_rate
-from .rundir import check_fits, check_room, enter_run, record_of, was_evaluated
+from .rundir import check_fits, check_room, enter_run, kept_for_good, record_of, was_evaluated
 from .runlog import RunLog, draw_curves
 from .runtime import Runtime
 from .trainer import Meter, Trainer
@@ -242,7 +242,7 @@ class Run:
         config, run = self.config, self.config.run
         self.checkpoint_size = size_of(self.trainer.state())
         if self.saver is not None:
-            check_room(self.saver.directory, self.checkpoint_size)
+            check_room(self.saver.directory, self.checkpoint_size, self._kept_for_good())
         patient = run.on_disk_full == "pause"
         self.log = RunLog(
             self.out,
@@ -271,6 +271,16 @@ class Run:
         self.peak *= self.runtime.world
         if self.saver is not None and patient:
             self.saver.on_full = self.wait_for_room
+
+    def _kept_for_good(self) -> int:
+        """Checkpoints to come that stay, and need room before the end; as far as is known: a clock
+        says nothing of steps before the first one."""
+        run, end = self.config.run, float(self.config.run.train_steps)
+        if run.on_disk_full == "pause" or (run.minutes and self.step == 0):
+            return 0
+        if run.minutes:
+            end = min(end, self.step / self.progress)
+        return kept_for_good(run, self.step, end)
 
     # ------------------------------------------------------------------ the loop
 

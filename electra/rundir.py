@@ -10,6 +10,7 @@ tokenizer by their hashes.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from . import __version__
 from .checkpoint import Checkpoint, has_any, load_newest, read_checkpoint, saved_steps
-from .config import PretrainConfig, from_dict, to_dict
+from .config import PretrainConfig, RunConfig, from_dict, to_dict
 from .data.corpus import Corpus
 from .data.tokenizer import Tokenizer
 from .errors import DiskFull, ElectraError
@@ -299,16 +300,32 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> d
     return changed
 
 
-def check_room(directory: Path, size: int) -> None:
-    """Refuse a disk on which the next checkpoint will not fit beside the one before."""
-    free = shutil.disk_usage(directory).free
-    if free < 2 * size:
+def check_room(directory: Path, size: int, kept: int = 0) -> None:
+    """Refuse a disk on which the next checkpoint will not fit beside the one before, or the last
+    two not beside the `kept` ones that come until then and stay."""
+    free, needed = shutil.disk_usage(directory).free, (2 + kept) * size
+    if free < needed:
+        stay = f" and the {kept:,} more that run.keep_every keeps" if kept else ""
+        fix = "make room, or choose another --out"
+        if kept:
+            fix += ", or a larger --run.keep-every; with --run.on-disk-full pause the run begins,"
+            fix += " and waits for room when there is none"
         raise DiskFull(
-            f"There is no room for two checkpoints: {free:,} bytes are free, {2 * size:,} are "
+            f"There is no room for two checkpoints{stay}: {free:,} bytes are free, {needed:,} are "
             "needed.",
             where=str(directory),
-            fix="make room, or choose another --out",
+            fix=fix,
         )
+
+
+def kept_for_good(run: RunConfig, step: int, end: float) -> int:
+    """How many checkpoints `run.keep_every` keeps of those made from `step` to `end`, its last two
+    left out."""
+    if run.keep_every is None:
+        return 0
+    one_before_last = (math.ceil(end) - 1) // run.save_every * run.save_every
+    both = math.lcm(run.keep_every, run.save_every)
+    return max(0, (one_before_last - 1) // both - step // both)
 
 
 def was_evaluated(out: Path, step: int) -> bool:

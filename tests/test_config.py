@@ -494,6 +494,30 @@ def test_a_setting_that_does_nothing_is_named_until_its_partner_is_set(
     assert list(both.without_effect()) == []
 
 
+@pytest.mark.parametrize(
+    ("keep_every", "told"),
+    [
+        (None, None),
+        (1000, None),
+        (9000, None),
+        (1500, "keeps the checkpoints of every 3,000 steps only"),
+        (10, "keeps the checkpoints of every 1,000 steps only"),
+        (7001, "has no effect"),
+        (10_000, "has no effect"),
+    ],
+)
+def test_checkpoints_that_are_never_made_cannot_be_kept(
+    keep_every: int | None, told: str | None
+) -> None:
+    plain = recipe("small")
+    run = replace(plain.run, train_steps=10_000, save_every=1000, keep_every=keep_every)
+    said = list(replace(plain, run=run).without_effect())
+    assert len(said) == (told is not None)
+    if told is not None:
+        assert said[0].startswith(f"run.keep_every {keep_every} {told}")
+        assert "checkpoints are made every 1,000 steps (run.save_every)" in said[0]
+
+
 def test_no_recipe_has_a_setting_that_does_nothing() -> None:
     assert [said for name in RECIPES for said in recipe(name).without_effect()] == []
     two = replace(recipe("small"), objective=ObjectiveConfig(stage_two="fresh"))

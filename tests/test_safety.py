@@ -27,14 +27,14 @@ from test_pretrain import assert_same_run, with_run
 
 from electra import cli, files
 from electra import pretrain as loop
-from electra.checkpoint import Saver, load_newest, size_of
-from electra.config import PretrainConfig, from_dict
+from electra.checkpoint import Saver, load_newest, saved_steps, size_of
+from electra.config import PretrainConfig, RunConfig, from_dict
 from electra.data.corpus import Corpus, prepare
 from electra.data.tokenizer import Tokenizer
 from electra.errors import DiskFull, ElectraError, Stopped
 from electra.formats import hf_export, onnx_export
 from electra.pretrain import pretrain
-from electra.rundir import load_run
+from electra.rundir import kept_for_good, load_run
 from electra.runlog import RunLog, read_metrics
 from electra.trackers import Tracker
 
@@ -225,6 +225,55 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
         assert caught.value.exit_code == 2
         assert str(tmp_path / "c") in caught.value.where
         pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "b", quiet=True)  # it is done
+
+
+def test_checkpoints_that_stay_need_room_from_the_start(
+    micro: PretrainConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrain(with_run(micro, train_steps=1), corpus, tmp_path / "a", quiet=True)
+    saved = load_newest(tmp_path / "a" / "checkpoints")
+    assert saved is not None
+    size, usage, lacking = size_of(saved.tensors), shutil.disk_usage(tmp_path), 0
+
+    def disk_usage(_: Path) -> Any:
+        return usage._replace(free=enough - lacking)
+
+    # 4, 8 and 12 stay beside the last two, 16 and 18.
+    enough = 5 * size
+    run = with_run(micro, train_steps=18, save_every=2, keep_every=4, keep_checkpoints=1)
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    lacking = 1
+    with pytest.raises(DiskFull, match="two checkpoints and the 3 more that run") as told:
+        pretrain(run, corpus, tmp_path / "b", quiet=True)
+    assert f"{enough - 1:,} bytes are free, {enough:,} are needed" in told.value.what
+    assert "--run.keep-every" in told.value.fix
+    assert not list((tmp_path / "b" / "checkpoints").iterdir())
+    lacking = 0
+    pretrain(run, corpus, tmp_path / "b", quiet=True)
+    assert sorted(saved_steps(tmp_path / "b" / "checkpoints")) == [4, 8, 12, 16, 18]
+    # Continued, it needs room for what is still to come: 20 and 24, beside 28 and 30.
+    run = with_run(run, train_steps=30)
+    enough, lacking = 4 * size, 1
+    with pytest.raises(DiskFull, match="and the 2 more that run"):
+        pretrain(run, corpus, tmp_path / "b", quiet=True)
+    lacking = 0
+    pretrain(run, corpus, tmp_path / "b", quiet=True)
+    # Where room is waited for, or nobody knows how many there will be, two have to fit as ever.
+    enough = 2 * size
+    for number, more in enumerate(({"on_disk_full": "pause"}, {"minutes": 0.01})):
+        pretrain(with_run(run, **more), corpus, tmp_path / f"c{number}", quiet=True)
+
+
+@pytest.mark.parametrize("keep_every", [None, 1, 2, 3, 4, 6, 10, 40])
+@pytest.mark.parametrize("save_every", [1, 2, 5])
+def test_the_checkpoints_that_stay_are_counted_as_they_are_pruned(
+    keep_every: int | None, save_every: int
+) -> None:
+    run = RunConfig(train_steps=23, save_every=save_every, keep_every=keep_every)
+    for end, first in itertools.product(range(1, 24), range(24)):
+        steps = [s for s in range(first + 1, end) if s % save_every == 0] + [end] * (first < end)
+        stay = [s for s in steps[:-2] if keep_every is not None and s % keep_every == 0]
+        assert kept_for_good(run, first, end) == len(stay), (first, end)
 
 
 @pytest.fixture(scope="module")
