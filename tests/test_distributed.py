@@ -406,6 +406,46 @@ def test_torchrun_starts_a_run_that_one_process_finishes(
     assert_close_runs(out, rare_lines)
 
 
+def test_a_whole_job_of_torchrun_that_is_asked_to_stop_saves_and_is_not_started_again(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    """As a scheduler asks: torchrun and its processes get the signal at once, and they torchrun's
+    own besides (docs/gpus.md)."""
+    out, config = tmp_path / "run", tmp_path / "pair.json"
+    endless = with_run(config_of_pair(), train_steps=10**6, save_every=10**6, eval_every=10**6)
+    config.write_bytes(json_bytes(to_dict(endless)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", "--max-restarts", "3", "-m", "electra", "pretrain"]
+    arguments = ["--config", config, "--corpus", corpus.path, "--out", out, "--quiet"]
+    run = subprocess.Popen(
+        [*torchrun, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    family = [psutil.Process(run.pid)]
+    try:
+        while not (out / "metrics.jsonl").exists() or len(read_metrics(out)) < 5:
+            assert run.poll() is None
+            time.sleep(0.1)
+        family += family[0].children(recursive=True)
+        for process in family:
+            process.send_signal(signal.SIGTERM)
+        told = run.communicate(timeout=60)[1]
+        assert run.returncode == 1
+        assert told.count("stopped and saved; the same command continues") == 2
+        assert "SignalException" in told
+        assert not any(process.is_running() for process in family[1:])
+    finally:
+        for process in reversed(family):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.wait()
+    saved = load_newest(out / "checkpoints")
+    assert saved is not None
+    assert saved.step == read_metrics(out)[-1]["step"]
+
+
 def test_a_signal_ends_a_process_that_waits_for_the_others(corpus: Corpus, tmp_path: Path) -> None:
     """They never come: torch waits for them in C++, where no handler of Python's is run."""
     with socket.socket() as taken:

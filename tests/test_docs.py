@@ -85,6 +85,8 @@ def parse(words: list[str]) -> None:
             given = get_args_parser().parse_args(rest)
             assert given.module, words
             parse([given.training_script, *given.training_script_args])
+        case ["srun", *rest]:
+            parse([word for word in rest[rest.index("torchrun") :] if word != "&"])
         case ["electra", name, *rest]:
             tyro.cli(cli.COMMANDS[name], args=rest)
         case ["make", target]:
