@@ -25,7 +25,7 @@ from electra.finetuning.finetune import resolve
 from electra.finetuning.tasks import Task
 from electra.formats.card import table
 from electra.studies.plan import make_plan
-from electra.studies.report import read_pretraining
+from electra.studies.records import read_pretraining
 
 ROOT = Path(__file__).parents[1]
 PAGE, RECORDS = ROOT / "docs" / "speedrun.md", ROOT / "results" / "speedrun"

@@ -36,7 +36,8 @@ from .finetuning.squad import Question
 from .formats import card, hf, hf_export
 from .pretrain import open_corpus, pretrain
 from .recipes import Profile, recipe
-from .studies.report import Section, code, long_form, read_sections, report_sections, table
+from .studies.records import code, table
+from .studies.report import Section, long_form, read_sections, report_sections
 from .studies.report_html import fragment, to_html
 from .use import detect, embed
 from .use.detect import Detection

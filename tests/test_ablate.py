@@ -32,7 +32,8 @@ from electra.recipes import masked_lm, recipe
 from electra.runlog import read_metrics
 from electra.studies import ablate
 from electra.studies.plan import make_plan
-from electra.studies.report import Spread, _verdict, report, spread
+from electra.studies.records import Spread, spread
+from electra.studies.report import _verdict, report
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY = 30_522

@@ -25,7 +25,7 @@ from electra.errors import ElectraError, Stopped
 from electra.finetuning.glue import predict_rows
 from electra.formats import hf
 from electra.runlog import read_metrics
-from electra.studies import report
+from electra.studies import records
 from electra.use.demo_text import find_text
 from electra.use.detect import Alternative, Detection, Token, Word, detect
 from electra.use.embed import embed
@@ -352,13 +352,13 @@ def test_a_comparison_shows_tables_and_curves(made: Made, tmp_path: Path) -> Non
 def test_a_comparison_reads_each_run_once(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, seen = report.read_metrics, list[Path]()
+    read, seen = records.read_metrics, list[Path]()
 
     def look(path: Path) -> list[dict[str, Any]]:
         seen.append(path)
         return read(path)
 
-    monkeypatch.setattr(report, "read_metrics", look)
+    monkeypatch.setattr(records, "read_metrics", look)
     runs = [made.here / "run", made.here / "tuned"]
     shown = electra.compare(*runs, out=tmp_path)
     assert seen == runs

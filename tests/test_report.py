@@ -17,7 +17,8 @@ from electra.errors import CorruptError, ElectraError
 from electra.finetuning.tasks import Task
 from electra.formats.card import results_text
 from electra.runlog import draw_curves, read_metrics
-from electra.studies.report import code, report
+from electra.studies.records import code
+from electra.studies.report import report
 
 EVIL = "a`b\n| x | <script>alert(1)</script> [l](http://e) ![i](j) **b** \x1b[31m &amp; $\\frac"
 SCORES = (0.5, 0.62, 0.587)

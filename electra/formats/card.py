@@ -29,8 +29,9 @@ from ..files import read_json
 from ..finetuning.metrics import EPOCH_CHOICE
 from ..finetuning.tasks import Task
 from ..flops import matmul_flops_per_token, paper_flops
-from ..studies import report
-from ..studies.report import Panel, code, confusion_table, long_form, table
+from ..studies.figures import Panel, curve_panels, draw, loss_panel
+from ..studies.records import code, confusion_table, read_pretraining, seed_losses, table
+from ..studies.report import long_form
 
 PICTURE = "curves.png"
 OVERHEAD = 1.56
@@ -148,7 +149,7 @@ def of_pretraining(config: PretrainConfig, step: int | None, run: Path | None) -
     if run is None:
         return Story({"Training": _rows(training_facts({"config": to_dict(config)}, step, None))})
     until = math.inf if step is None else step  # nothing is told of what came after
-    record, found = read_json(run / "run.json"), report.read_pretraining(run, "", until=until)
+    record, found = read_json(run / "run.json"), read_pretraining(run, "", until=until)
     held = found["curves"]["eval"]
     names = {key: name for key, name in _LEARNED.items() if held[key]}
     sections = {"Training": _rows(training_facts(record, step, found["seconds"]))}
@@ -156,7 +157,7 @@ def of_pretraining(config: PretrainConfig, step: int | None, run: Path | None) -
         last = {name: f"{held[key][-1][1]:.4g}" for key, name in names.items()}
         sections["Results on held-out text"] = _rows(last)
     sections["Settings"] = _settings(record["config"])
-    return Story(sections, _picture(report.curve_panels([found], names)))
+    return Story(sections, _picture(curve_panels([found], names)))
 
 
 def training_facts(
@@ -238,8 +239,8 @@ def of_finetuning(
         sections["Results"] = results_text(task, results)
         scores = (_hub_scores(task, summary, chosen="epoch_choice" in results),)
     sections["Settings"] = _settings(dict(results.get("settings", {})))
-    losses = report.seed_losses(run) if run else []
-    panels = [report.loss_panel([{"run": "", "losses": losses}])] if losses else []
+    losses = seed_losses(run) if run else []
+    panels = [loss_panel([{"run": "", "losses": losses}])] if losses else []
     return Story(sections, _picture(panels), scores)
 
 
@@ -304,4 +305,4 @@ def _settings(values: dict[str, Any]) -> str:
 
 
 def _picture(panels: list[Panel]) -> bytes | None:
-    return report.draw(panels, size=(4.2, 3.2), dpi=80) if panels else None
+    return draw(panels, size=(4.2, 3.2), dpi=80) if panels else None

@@ -19,7 +19,7 @@ import torch
 from .. import __version__
 from ..data.tokenizer import SPECIAL_TOKENS, Tokenizer, count_words
 from ..errors import ElectraError
-from ..studies.report import code
+from ..studies.records import code
 from . import card
 from .hf import load_pretrained
 from .hf_export import ExportReport, export_networks

@@ -50,7 +50,7 @@ from ..finetuning.tasks import Task
 from ..objectives import (
     Objective,
 )
-from ..studies.report import code
+from ..studies.records import code
 from . import card
 from .hf import load_finetuned, load_pretrained, read_model
 from .layout import (

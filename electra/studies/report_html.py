@@ -16,7 +16,9 @@ from typing import Any
 from .. import __version__
 from ..config import flat
 from ..formats.card import training_facts
-from .report import Panel, Section, code, draw, table
+from .figures import Panel, draw
+from .records import code, table
+from .report import Section
 
 _INK = "#010203"  # of text and axes in a picture, which become the reader's own
 _STYLE = """

@@ -42,7 +42,7 @@ from ..finetuning.features import encode_texts
 from ..finetuning.finetune import predict
 from ..formats import hf, layout
 from ..randomness import Purpose, StepRng
-from ..studies.report import HELD_OUT, is_finite, read_log, read_pretraining, read_results
+from ..studies.records import HELD_OUT, is_finite, read_log, read_pretraining, read_results
 from . import web
 from .detect import LIKELY, Row, cut, hidden_in_turn, probabilities, with_generator
 from .web import JSONResponse, Refused, Request, read_object, text_field
