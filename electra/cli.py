@@ -558,7 +558,7 @@ class ReportCommand(Command):
     """Compare runs: a Markdown table, CSV, a picture, and a page with all of it."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """Runs of pretrain, finetune, glue or ablate."""
+    """Runs of pretrain, finetune, glue or ablate, or folders that hold them (two levels deep)."""
     out: Path | None = None  # Gets report.md, report.csv, report.png and the page report.html.
 
     def run(self) -> None:

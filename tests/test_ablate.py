@@ -1166,6 +1166,15 @@ def test_the_confidence_interval_is_that_of_students_t() -> None:
     assert str(spread([0.5])) == "50.0"
 
 
+def test_the_studies_of_a_folder_are_shown(study: Path, tmp_path: Path) -> None:
+    """Where a cell keeps its run is the study's own business."""
+    alone = report([study])
+    (study / "cell").mkdir()
+    (study / "cell" / "run.json").write_text("no record")
+    found = report([tmp_path])
+    assert found == alone.replace("`study`", f"`{tmp_path.name}/study`")
+
+
 def test_the_csv_has_a_line_per_cell_and_task(study: Path, tmp_path: Path) -> None:
     report([study], tmp_path / "out")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out" / "report.csv").read_text())))

@@ -172,6 +172,42 @@ def test_runs_of_one_model_share_a_row(tmp_path: Path) -> None:
     ]
 
 
+def test_a_folder_of_mixed_runs(tmp_path: Path) -> None:
+    """Everything in it is shown, in whatever order the names are, a benchmark as a row of its own;
+    what is part of a run is not."""
+    work = tmp_path / "work"
+    pretraining(work / "a-run")
+    pretraining(work / "a-run" / "old")
+    write(work / "b-tuned", results("rte"))
+    write(work / "c-scores" / "cola", results("cola"))
+    write(work / "c-scores" / "rte", results("rte", (0.7,), model="work/c-scores/mnli"))
+    pretraining(work / "d-more" / "run", name="other")
+    write(work / "d-more" / "tuned", results("cola", (0.4,), model="other"))
+    write(work / "e" / "deep" / "down", results())
+    (work / "notes.txt").write_text("no run")
+    text = report([work], tmp_path / "out")
+    assert [line[:2] for line in rows(text, "## Pre-training")[1:]] == [
+        ["`work/a-run`", "`tiny`"],
+        ["`work/d-more/run`", "`other`"],
+    ]
+    assert [line[0] for line in rows(text, "### All")[1:]] == [
+        "`work/b-tuned`",
+        "`work/c-scores/cola`",
+        "`work/c-scores/rte`",
+        "`work/d-more/tuned`",
+    ]
+    assert rows(text, "## Fine-tuning")[1:] == [
+        ["`runs/small`", "58.7", "–", "–"],
+        ["`work/c-scores`", "70.0", "58.7", "64.3"],
+        ["`other`", "–", "40.0", "–"],
+    ]
+    kinds = [line["kind"] for line in in_csv(tmp_path / "out")]
+    assert kinds == ["pretrain"] * 2 + ["finetune"] * 4
+    assert report([work / "a-run"]).count("`a-run`") == 1
+    pretraining(tmp_path / "alone" / "run")
+    assert "`alone/run`" in report([tmp_path / "alone"])
+
+
 def test_directories_of_the_same_name(tmp_path: Path) -> None:
     paths = [write(tmp_path / part / "run", results()) for part in "ab"]
     text = report([*paths, paths[0]])

@@ -1,22 +1,24 @@
 """What is on disk of runs and studies, and what several seeds of them come to.
 
 Comes in: directories of pre-training runs (run.json, metrics.jsonl), of fine-tuning runs
-(results.json), of benchmarks, which hold one fine-tuning run per task, and of studies
-(ablate.json). Goes out: each run as a dictionary of its numbers, each study with its cells by
-setting, records of a study that differ in their seeds alone as one; and the mean, deviation and
-confidence interval of seeds. What cannot be read as what it should be raises `CorruptError`. Names
-of runs, tasks and models are somebody else's text, which `code` makes harmless in Markdown.
+(results.json), of studies (ablate.json), of benchmarks, which hold one fine-tuning run per task,
+and folders that hold any of these. Goes out: each run as a dictionary of its numbers, each study
+with its cells by setting, records of a study that differ in their seeds alone as one; and the mean,
+deviation and confidence interval of seeds. What cannot be read as what it should be raises
+`CorruptError`. Names of runs, tasks and models are somebody else's text, which `code` makes
+harmless in Markdown.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,13 @@ from ..files import reading
 from ..runlog import read_metrics
 from .ablate import CURVES
 
+Sort = Literal["study", "pretraining", "finetuning"]
+_SORTS: dict[str, Sort] = {  # what a directory is, by the first of these files that it has
+    "ablate.json": "study",
+    "run.json": "pretraining",
+    "results.json": "finetuning",
+    "finetune.json": "finetuning",
+}
 _FIX = "restore the file from a backup, or leave this run out"
 _SQUARE = 12  # classes up to which a whole table of answers is shown; pairs of more
 SUMMARY = ("median", "mean", "std", "best", "seeds", "failed")
@@ -77,6 +86,40 @@ def _needed(value: Any) -> float:
     return number
 
 
+class Place(NamedTuple):
+    """A run or a study on disk."""
+
+    path: Path
+    sort: Sort
+    title: str  # by which it is shown
+    row: str | None = None  # of the table of medians; None: that of the model it started from
+
+
+def places(path: Path, title: str) -> list[Place]:
+    """The run or study in a directory; or all that it holds, itself or in folders of it."""
+    if not (found := _below(path, title, None, levels=2)):
+        what = "There is no run here: no run.json, finetune.json, results.json or ablate.json."
+        fix = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
+        raise ElectraError(what, where=str(path), fix=fix)
+    return found
+
+
+def _below(path: Path, title: str, row: str | None, *, levels: int) -> list[Place]:
+    if sort := _sort(path):  # what a run or a study holds is its own
+        return [Place(path, sort, title, row)]
+    if levels == 0:
+        return []
+    parts = sorted(path.glob("*"))
+    # Fine-tuning runs are a benchmark, one row, unless they lie among runs of another sort.
+    inner = title if {_sort(part) for part in parts} <= {"finetuning", None} else None
+    found = (_below(p, f"{title}/{p.name}", inner, levels=levels - 1) for p in parts)
+    return list(itertools.chain.from_iterable(found))
+
+
+def _sort(path: Path) -> Sort | None:
+    return next((sort for name, sort in _SORTS.items() if (path / name).is_file()), None)
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The metrics of a run that may have none yet."""
     return read_metrics(path) if (path / "metrics.jsonl").is_file() else []
@@ -113,19 +156,6 @@ def read_pretraining(path: Path, title: str, *, until: float = math.inf) -> Run:
 def _points(metrics: list[dict[str, Any]], kind: str, key: str) -> list[tuple[float, float]]:
     """(step, value) where there is a value."""
     return [(m["step"], m[key]) for m in metrics if m["kind"] == kind and is_finite(m.get(key))]
-
-
-def read_finetuning(path: Path, title: str) -> list[Run]:
-    """One run, or those of all tasks of a benchmark."""
-    records = ("results.json", "finetune.json")
-    parts = [p for p in (path, *sorted(path.glob("*"))) if any((p / n).is_file() for n in records)]
-    if not parts:
-        what = "There is no run here: no run.json, finetune.json, results.json or ablate.json."
-        fix = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
-        raise ElectraError(what, where=str(path), fix=fix)
-    if parts[0] == path:
-        return [read_results(path, title, None)]
-    return [read_results(part, f"{title}/{part.name}", title) for part in parts]
 
 
 def read_results(path: Path, title: str, row: str | None) -> Run:

@@ -1,11 +1,11 @@
 """Runs side by side: Markdown to read, report.csv to compute with, report.png for a look, and
 report.html with all there is to know of them on one page (`report_html.py`).
 
-Comes in: directories of runs, benchmarks and studies, which `records` reads. Goes out: a table of
-each sort, one for records of a study that differ in their seeds alone, and the paper's order by
-scale where a study was run at several; the pictures beside them are those of `figures`. Names of
-runs, tasks and models are somebody else's text, so they are shown as code in Markdown and never
-start a formula in CSV.
+Comes in: directories of runs and studies, or folders of them, which `records` reads. Goes out: a
+table of each sort, one for records of a study that differ in their seeds alone, and the paper's
+order by scale where a study was run at several; the pictures beside them are those of `figures`.
+Names of runs, tasks and models are somebody else's text, so they are shown as code in Markdown and
+never start a formula in CSV.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ from .records import (
     is_finite,
     joined,
     number_or_none,
-    read_finetuning,
+    places,
     read_pretraining,
+    read_results,
     read_study,
     rows_of,
     spread,
@@ -101,7 +102,7 @@ def report_sections(sections: Sequence[Section], out: Path | None = None) -> str
 
 
 def read_sections(runs: Sequence[Path]) -> list[Section]:
-    """The runs by sort: pre-training, fine-tuning, and each study."""
+    """The runs, also those in folders, by sort: pre-training, fine-tuning, and each study."""
     paths = list(dict.fromkeys(map(Path, runs)))
     if not paths:
         fix = "give the --out directories of `electra pretrain`, `finetune`, `glue` or `ablate`"
@@ -112,12 +113,13 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
     studies: list[Study] = []
     for path, name in zip(paths, names, strict=True):
         title = name if names.count(name) == 1 else str(path)
-        if (path / "ablate.json").is_file():
-            studies.append(read_study(path, title))
-        elif (path / "run.json").is_file():
-            pretrained.append(read_pretraining(path, title))
-        else:
-            finetuned += read_finetuning(path, title)
+        for place in places(path, title):
+            if place.sort == "study":
+                studies.append(read_study(place.path, place.title))
+            elif place.sort == "pretraining":
+                pretrained.append(read_pretraining(place.path, place.title))
+            else:
+                finetuned.append(read_results(place.path, place.title, place.row))
     sections: list[Section] = []
     if pretrained:
         panels, more = curve_panels(pretrained, HELD_OUT), curve_panels(pretrained, HEALTH)
