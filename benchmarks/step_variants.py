@@ -200,8 +200,8 @@ def cache_of(folder: str, values: dict[str, Any]) -> str:
 
 
 def put(path: str, value: Any) -> None:
-    """Set a value of a module of `electra.gpu`. Settings of a kernel change in place: functions have
-    them as defaults."""
+    """Set a value of a module of `electra.gpu`. Settings of a kernel change in place: functions
+    have them as defaults."""
     module, *names, last = path.split(".")
     holder: Any = importlib.import_module(f"electra.gpu.{module}")
     for name in names:
