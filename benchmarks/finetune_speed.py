@@ -38,7 +38,8 @@ from electra.config import FinetuneConfig, RunConfig
 from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.finetuning import tasks
-from electra.finetuning.finetune import TextData, Trainer, resolve
+from electra.finetuning.finetune import resolve
+from electra.finetuning.step import TextData, Trainer
 from electra.formats.hf import LoadedEncoder
 from electra.recipes import small
 

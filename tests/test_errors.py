@@ -31,7 +31,7 @@ from electra import cli, files
 from electra.config import to_dict
 from electra.data.corpus import Corpus
 from electra.data.tokenizer import Tokenizer
-from electra.finetuning import finetune
+from electra.finetuning import step
 from electra.objectives import ReplacedTokenDetection
 from electra.trainer import Trainer
 
@@ -612,11 +612,11 @@ def test_a_mistake_is_answered_as_the_page_says(
     message, code, to_do = rows_of("Errors")[case]
     if "memory" in case[1]:  # a model that is too large does not even come to its first step
         monkeypatch.setattr(Trainer, "train_step", without_memory)
-        monkeypatch.setattr(finetune.Trainer, "train_step", without_memory)
+        monkeypatch.setattr(step.Trainer, "train_step", without_memory)
         monkeypatch.setattr(ReplacedTokenDetection, "detect", without_memory)
     if "deterministic" in case[1]:
         monkeypatch.setattr(Trainer, "train_step", undetermined)
-        monkeypatch.setattr(finetune.Trainer, "train_step", undetermined)
+        monkeypatch.setattr(step.Trainer, "train_step", undetermined)
     if "as several processes" in case[1]:
         monkeypatch.setenv("WORLD_SIZE", "2")
     if "GPU" in case[1] and torch.cuda.is_available():

@@ -35,19 +35,14 @@ from electra.errors import CorruptError, ElectraError, Stopped
 from electra.finetuning import finetune as module
 from electra.finetuning import squad, tasks
 from electra.finetuning.features import Features
-from electra.finetuning.finetune import (
-    SquadData,
-    TextData,
-    Trainer,
-    finetune,
-    layer_multipliers,
-    resolve,
-)
+from electra.finetuning.finetune import finetune, resolve
 from electra.finetuning.glue import SQUAD, answer_texts
-from electra.finetuning.heads import TaskModel, build_head
+from electra.finetuning.heads import TaskModel, build_head, empty_model
+from electra.finetuning.step import SquadData, TextData, Trainer, layer_multipliers, predict
 from electra.finetuning.tasks import GLUE, Examples, Loaded, Task
 from electra.formats import hf, layout
 from electra.formats.hf import LoadedEncoder
+from electra.optim import Adam
 from electra.runlog import read_metrics
 from electra.studies.report import report
 
@@ -1078,9 +1073,9 @@ def test_the_best_epoch_is_kept(
     config = settings(RULE, **{k: v for k, v in UNSTEADY.items() if k != "data"})
     data = TextData(UNSTEADY["data"], tokenizer, config)
     for epoch in seed["epochs"]:
-        alone = module.empty_model("classification", CONFIG, tokenizer.vocab_size, 2, "paper")
+        alone = empty_model("classification", CONFIG, tokenizer.vocab_size, 2, "paper")
         alone.load_state_dict(seen[1, epoch["step"]], assign=True)
-        said = module.predict(alone, data.splits["dev"], torch.device("cpu"))
+        said = predict(alone, data.splits["dev"], torch.device("cpu"))
         assert epoch["scores"] == data.score("dev", said)
     scores = [epoch["score"] for epoch in seed["epochs"]]
     assert len(scores) == 5
@@ -1351,7 +1346,7 @@ def test_what_is_scored_has_been_computed(
 
     monkeypatch.setattr(Trainer, "at_work", at_work)
     watch(Trainer, "wait")
-    watch(module.Adam, "load")
+    watch(Adam, "load")
     watch(module, "predict")
     tune(tmp_path, keep_epoch="best")
     scored = [i for i, name in enumerate(done) if name == "predict"]
@@ -1569,7 +1564,7 @@ def test_a_sentence_of_many_rows_is_answered_whole(tokenizer: Tokenizer) -> None
     encoder = encoder_of(tokenizer, noise=0.3)
     here = runtime.start(RunConfig(device="cpu", threads=1))
     trainer = Trainer(encoder, data.train, TAGS, 2, settings(TAGS), here)
-    found = module.predict(trainer.model, data.splits["dev"], torch.device("cpu"), batch=2)
+    found = predict(trainer.model, data.splits["dev"], torch.device("cpu"), batch=2)
     answers = data.answers(found, data.splits["dev"])
     assert [len(row) for row in answers] == [1, 50, 2]
     alone = TextData(
@@ -1577,7 +1572,7 @@ def test_a_sentence_of_many_rows_is_answered_whole(tokenizer: Tokenizer) -> None
         tokenizer,
         settings(TAGS),
     )
-    again = module.predict(trainer.model, alone.splits["dev"], torch.device("cpu"))
+    again = predict(trainer.model, alone.splits["dev"], torch.device("cpu"))
     assert alone.answers(again, alone.splits["dev"]) == [answers[1]]
     assert len(set(answers[1])) == 2
 

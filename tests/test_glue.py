@@ -488,7 +488,7 @@ def test_again_is_only_a_table(
 
     before = times()
     assert len(before) > 20
-    monkeypatch.delattr("electra.finetuning.finetune.Trainer.step")
+    monkeypatch.delattr("electra.finetuning.step.Trainer.step")
     electra("glue --model", model, "--data", folder, "--out", whole, QUICK)
     assert times() == before
     shown = capsys.readouterr().out

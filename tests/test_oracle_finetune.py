@@ -18,8 +18,8 @@ from torch import Tensor
 from electra.config import OptimConfig
 from electra.encoder import Embeddings, Encoder
 from electra.finetuning.features import TaskBatch
-from electra.finetuning.finetune import layer_multipliers
 from electra.finetuning.heads import SpanHead, TaskModel, build_head
+from electra.finetuning.step import layer_multipliers
 from electra.finetuning.tasks import Kind
 from electra.optim import Adam, learning_rate
 

@@ -23,7 +23,8 @@ from ..files import json_bytes, write_atomic
 from ..formats.hf import FineTuned, LoadedEncoder, load_encoder, load_finetuned
 from . import metrics, squad, tasks
 from .features import encode_texts, encode_words
-from .finetune import Data, SquadData, TextData, finetune, predict, resolve
+from .finetune import finetune, resolve
+from .step import Data, SquadData, TextData, predict
 from .tasks import Examples, Task
 
 _questions = partial(Task, kind="qa", texts=("question", "context"), epochs=2, length=512)

@@ -29,7 +29,8 @@ from ..data.tokenizer import train_tokenizer
 from ..encoder import Embeddings, Encoder, initialise
 from ..errors import ElectraError
 from ..files import json_bytes, shipped_model, write_atomic
-from ..finetuning.finetune import TextData, finetune, resolve
+from ..finetuning.finetune import finetune, resolve
+from ..finetuning.step import TextData
 from ..finetuning.tasks import Examples, Loaded, Task
 from ..formats.hf import LoadedEncoder, Pretrained, encoder_of, load_encoder, load_pretrained
 from ..formats.hf_export import export_run

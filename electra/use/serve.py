@@ -35,10 +35,10 @@ from ..data.tokenizer import Tokenizer
 from ..encoder import DiscriminatorHead, Encoder
 from ..errors import ElectraError, nearest
 from ..finetuning.features import TaskBatch, encode_texts, marked
-from ..finetuning.finetune import predict
 from ..finetuning.glue import answer_questions, answer_texts
 from ..finetuning.heads import Head, TaskModel
 from ..finetuning.squad import Question
+from ..finetuning.step import predict
 from ..formats import hf, layout
 from . import web
 from .detect import cut, verdict, with_generator

@@ -39,7 +39,7 @@ from ..errors import EXIT_STOPPED, ElectraError
 from ..files import read_json, reading, storage_errors, write_atomic
 from ..finetuning import tasks
 from ..finetuning.features import encode_texts
-from ..finetuning.finetune import predict
+from ..finetuning.step import predict
 from ..formats import hf, layout
 from ..randomness import Purpose, StepRng
 from ..studies.records import HELD_OUT, is_finite, read_log, read_pretraining, read_results
