@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
@@ -71,6 +72,10 @@ def _texts(given: object, where: str) -> tuple[str, ...]:
             what = f"{text!r:.99} is no text of whole characters."
             raise ElectraError(what, where=where, fix="give strings; fill or drop what is missing")
     return cast(tuple[str, ...], texts)
+
+
+def _source(given: Place | tasks.Table, name: str) -> tasks.Source:
+    return Path(given) if isinstance(given, str | os.PathLike) else tasks.Rows(given, name)
 
 
 def _refuse_unknown(
@@ -253,33 +258,37 @@ class Model:
 
     def finetune(
         self,
-        data: Place,
+        data: Place | tasks.Table,
         out: Place,
         *,
         text: str | Sequence[str] = (),
         label: str | None = None,
         task: str | None = None,
         kind: Literal["classification", "regression", "tagging"] | None = None,
-        dev: Place | None = None,
-        test: Place | None = None,
+        dev: Place | tasks.Table | None = None,
+        test: Place | tasks.Table | None = None,
         quiet: bool = True,
         **settings: Any,
     ) -> Finetuned:
         """Fine-tune on a table with a column of `text` (or two) and one of `label`, or on a `task`
-        of GLUE or SQuAD; `settings` are those of `electra finetune`: `epochs=3, seeds=5`."""
+        of GLUE or SQuAD; `settings` are those of `electra finetune`: `epochs=3, seeds=5`.
+
+        `data`, `dev` and `test` are files, or rows in memory: a DataFrame of pandas or a list with
+        a dictionary for each row.
+        """
         config = from_dict(FinetuneConfig, settings, where="finetune", base=FinetuneConfig())
         with _interruptible():
             finetune_task(
                 self.path,
-                Path(data),
+                _source(data, "data"),
                 Path(out),
                 config,
                 task=task,
                 texts=tuple(text.split(",")) if isinstance(text, str) else tuple(text),
                 label=label,
                 kind=kind,
-                dev=Path(dev) if dev is not None else None,
-                test=Path(test) if test is not None else None,
+                dev=_source(dev, "dev") if dev is not None else None,
+                test=_source(test, "test") if test is not None else None,
                 quiet=quiet,
                 note=_say(quiet),
             )

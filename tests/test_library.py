@@ -22,6 +22,7 @@ from conftest import MODULES, SEQUENCE_LENGTH, language
 import electra
 from electra.data.corpus import Corpus
 from electra.errors import ElectraError, Stopped
+from electra.finetuning import tasks
 from electra.finetuning.glue import predict_rows
 from electra.formats import hf
 from electra.runlog import read_metrics
@@ -286,6 +287,111 @@ def test_answers_are_those_of_the_command(made: Made) -> None:
         with pytest.raises(ElectraError, match="model of a task") as told:
             electra.load(made.here / place)
         assert "load_finetuned" in told.value.fix
+
+
+def _frame(rows: list[dict[str, Any]]) -> Any:
+    return pytest.importorskip("pandas").DataFrame(rows)
+
+
+@pytest.mark.parametrize("form", [list, _frame])
+def test_rows_in_memory_are_those_of_a_file(made: Made, tmp_path: Path, form: Any) -> None:
+    with open(made.here / "mine.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    parts = {"data": rows[:20], "dev": rows[20:], "test": [{"text": r["text"]} for r in rows[20:]]}
+    for name, part in parts.items():
+        lines = [json.dumps(row) + "\n" for row in part]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    given = {name: form(part) for name, part in parts.items()}
+    files = {name: tmp_path / f"{name}.jsonl" for name in parts}
+    tuned = made.model.finetune(out=tmp_path / "memory", **given, **TUNE)
+    same = made.model.finetune(out=tmp_path / "files", **files, **TUNE)
+    for name in ("model/model.safetensors", "model/head.safetensors", "test/data-test.tsv"):
+        a, b = ((tmp_path / place / name).read_bytes() for place in ("memory", "files"))
+        assert a == b, name
+    records = [
+        json.loads((tmp_path / place / "finetune.json").read_bytes())
+        for place in ("memory", "files")
+    ]
+    assert records[0] == records[1]
+    assert tuned.scores == same.scores
+    # The same rows again continue, from either side; others are refused.
+    kept = (tmp_path / "memory" / "results.json").read_bytes()
+    made.model.finetune(out=tmp_path / "memory", **given, **TUNE)
+    made.model.finetune(out=tmp_path / "memory", **files, **TUNE)
+    assert (tmp_path / "memory" / "results.json").read_bytes() == kept
+    given["data"] = form([*rows[1:20], {"text": "all others", "label": "one"}])
+    with pytest.raises(ElectraError, match="another data"):
+        made.model.finetune(out=tmp_path / "memory", **given, **TUNE)
+
+
+_ROW, _OTHER = {"text": "one bird", "label": "one"}, {"text": "all birds", "label": "many"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "what", "where"),
+    [
+        ([], "There are no rows", "data"),
+        ([_ROW, {**_ROW, "text": " "}], "Column 'text' is empty", "data, row 2"),
+        ([_ROW, {**_ROW, "text": float("nan")}], "Column 'text' is empty", "data, row 2"),
+        ([{**_ROW, "text": 3}], "Column 'text' is 3, not a text", "data, row 1"),
+        ([{**_ROW, "text": "a\ud800"}], "no text of whole characters", "data, row 1"),
+        ([{"text": "a"}], "There is no column 'label'", "data, row 1"),
+        ([_ROW, {**_ROW, "label": None}, _OTHER], "The label is missing", "data, row 2"),
+        ([_OTHER, _ROW, {**_ROW, "label": np.float32("nan")}], "label is missing", "data, row 3"),
+        ([{**_ROW, "label": ("one",)}], "not a label", "data, row 1"),
+        (["one bird"], "The row is no dictionary: str", "data, row 1"),
+        ({"text": ["a"], "label": ["b"]}, "These are no rows: dict", "data"),
+        (None, "These are no rows: NoneType", "data"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_told(
+    made: Made, tmp_path: Path, rows: Any, what: str, where: str
+) -> None:
+    with pytest.raises(ElectraError, match=what) as told:
+        made.model.finetune(rows, tmp_path, dev=[_ROW, _OTHER], **TUNE)
+    assert told.value.where == where
+    if rows is None:  # a call without dev
+        return
+    with pytest.raises(ElectraError, match=what) as told:
+        made.model.finetune(made.here / "mine.csv", tmp_path, dev=rows, **TUNE)
+    assert told.value.where == where.replace("data", "dev")
+
+
+def test_what_pandas_has_for_missing_values_is_an_empty_field(made: Made, tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    for missing in (pandas.NA, pandas.NaT, None, float("nan")):
+        for column, what in (("text", "Column 'text' is empty"), ("label", "label is missing")):
+            frame = pandas.DataFrame([_ROW, {**_ROW, column: missing}, _OTHER])
+            with pytest.raises(ElectraError, match=what) as told:
+                made.model.finetune(frame, tmp_path, dev=[_ROW, _OTHER], **TUNE)
+            assert told.value.where == "data, row 2"
+    frame = pandas.DataFrame([["a", "b", "c"]], columns=["text", "label", "label"])
+    with pytest.raises(ElectraError, match="Two columns have the name 'label'"):
+        made.model.finetune(frame, tmp_path, dev=[_ROW, _OTHER], **TUNE)
+
+
+def test_numbers_and_classes_of_pandas_are_those_of_a_file(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    texts = [f"text {i}" for i in range(40)]
+    for labels in (
+        [i % 2 for i in range(40)],
+        [i % 2 == 0 for i in range(40)],
+        [i / 8 for i in range(40)],
+        pandas.Categorical(["a", "b"] * 20),
+    ):
+        frame = pandas.DataFrame({"text": texts, "label": labels})
+        frame.to_json(tmp_path / "data.jsonl", orient="records", lines=True)
+        expected = tasks.load(None, tmp_path / "data.jsonl")
+        assert tasks.load(None, tasks.Rows(frame, "data")) == expected
+        numpy_rows = [{"text": t, "label": label} for t, label in frame.to_numpy(object)]
+        assert tasks.load(None, tasks.Rows(numpy_rows, "data")) == expected
+
+
+def test_tasks_and_tags_are_read_from_files(made: Made, tmp_path: Path) -> None:
+    for how in ({"task": "mrpc"}, {"task": "squad1"}, {"kind": "tagging"}):
+        with pytest.raises(ElectraError, match="is read from files, not from rows") as told:
+            made.model.finetune([_ROW], tmp_path, epochs=1, **how)
+        assert told.value.where == "data"
 
 
 def test_a_tagger_answers_words(made: Made, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ _MANY_FULL, _MANY_UNKNOWN = 0.05, 0.01  # shares of cut rows and unknown tokens 
 
 def finetune_task(
     model: Path,
-    data: Path,
+    data: tasks.Source,
     out: Path,
     config: FinetuneConfig,
     *,
@@ -59,7 +59,7 @@ def finetune_task(
 
 def open_data(
     encoder: LoadedEncoder,
-    data: Path,
+    data: tasks.Source,
     config: FinetuneConfig,
     task: str | None,
     *,
@@ -70,7 +70,8 @@ def open_data(
     if task in SQUAD:
         settings = resolve(config, encoder.config, SQUAD[task])
         version = "squad2" if task == "squad2" else "squad1"
-        questions = squad.load(data, version, needed=("train", "dev"))
+        folder = tasks.need_files(data, f"The data of {task}")
+        questions = squad.load(folder, version, needed=("train", "dev"))
         return settings, SquadData(questions, SQUAD[task], encoder.tokenizer, settings)
     if task == "ax":
         note("the diagnostic set has no training set of its own: training on MNLI")

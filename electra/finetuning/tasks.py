@@ -2,6 +2,7 @@
 
     folder of GLUE: official .tsv, or saved by `datasets`
     .csv .tsv .jsonl .parquet with columns of text          ->  Loaded: a Task, Examples by split
+    the same table in memory
     columns of words and tags, blank line between sentences
 
 What cannot be read as meant is an error with file and line. What was decided or left out on the
@@ -15,12 +16,12 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol, cast
 
 import numpy as np
 
@@ -70,6 +71,31 @@ class Loaded:
     splits: dict[str, Examples]  # train, dev, test; MNLI: dev_mismatched, test_mismatched, ax
     notes: list[str] = field(default_factory=list[str])
     test_files: dict[str, str] | None = None  # by split, as the GLUE server wants them
+
+
+class Frame(Protocol):
+    """What is used of a DataFrame of pandas, which need not be installed."""
+
+    @property
+    def columns(self) -> Any: ...
+    def itertuples(self, index: bool = ..., name: str | None = ...) -> Iterable[Any]: ...
+
+
+Table = Frame | Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table in memory: a DataFrame of pandas, or a dictionary for each row."""
+
+    table: Table
+    name: str  # of the argument, for errors: data, dev or test
+
+    def __str__(self) -> str:
+        return self.name
+
+
+Source = Path | Rows
 
 
 # ------------------------------------------------------------------ the tasks of GLUE
@@ -233,24 +259,24 @@ _TEXTS = (_TWO, _QUESTIONS, _PREMISE, ("question", "sentence"), *_SINGLE)
 
 def load(
     name: str | None,
-    data: Path,
+    data: Source,
     *,
     texts: Sequence[str] = (),
     label: str | None = None,
     kind: Kind | None = None,
-    dev: Path | None = None,
-    test: Path | None = None,
+    dev: Source | None = None,
+    test: Source | None = None,
 ) -> Loaded:
     """A task of GLUE by its name or, without one, the user's own data.
 
-    `data` is a file, or a directory with files called train, dev and test. Without a dev set a
-    tenth of the training rows is held out.
+    `data` is a file, a directory with files called train, dev and test, or a table in memory.
+    Without a dev set a tenth of the training rows is held out.
     """
     if kind not in (None, *_OWN_KINDS):
         raise _bad(f"There is no kind {kind!r}.", "kind", f"use {', '.join(_OWN_KINDS)}")
     if name is None:
         files, own = _split_files(data, dev, test), data.name.split(".")[0]
-        if kind == "tagging" or (kind is None and split_suffix(files["train"])[0] in _WORDS):
+        if kind == "tagging" or (kind is None and _has_words(files["train"])):
             if texts or label:
                 what, fix = "Words and tags have no columns to name.", "leave out text and label"
                 raise _bad(what, "text, label", fix)
@@ -260,20 +286,32 @@ def load(
         what = f"The columns, kind and files of {name} are fixed."
         fix = "leave them out, or leave the task out to read your own files"
         raise _bad(what, "texts, label, kind, dev, test", fix)
-    return _load_glue(name, data)
+    return _load_glue(name, need_files(data, f"The data of {name}"))
 
 
-def _split_files(path: Path, dev: Path | None, test: Path | None) -> dict[str, Path]:
-    """The file of each split: given, or found in a directory by its name."""
-    file_status(path)
-    found = {"train": path}
-    if path.is_dir() and not _is_saved(path):
-        found = dict[str, Path]()
+def need_files(source: Source, what: str) -> Path:
+    """A path, where rows in memory cannot be read as what is meant."""
+    if isinstance(source, Rows):
+        raise _bad(f"{what} is read from files, not from rows.", source, "give the path")
+    return source
+
+
+def _has_words(source: Source) -> bool:
+    return isinstance(source, Path) and split_suffix(source)[0] in _WORDS
+
+
+def _split_files(path: Source, dev: Source | None, test: Source | None) -> dict[str, Source]:
+    """The source of each split: given, or found in a directory by its name."""
+    found: dict[str, Source] = {"train": path}
+    if isinstance(path, Path):
+        file_status(path)
+    if isinstance(path, Path) and path.is_dir() and not _is_saved(path):
+        found = {}
         for file in sorted(path.iterdir()):
             split = _SPLITS.get(re.split(r"[^a-z]", file.name.lower())[0])
             is_data = _is_saved(file) or split_suffix(file)[0] in SUFFIXES
-            if split and is_data and found.setdefault(split, file) != file:
-                what = f"Two files for {split}: {found[split].name} and {file.name}."
+            if split and is_data and (other := found.setdefault(split, file)) != file:
+                what = f"Two files for {split}: {other.name} and {file.name}."
                 raise _bad(what, path, "join them, or give one by its name")
     if "train" not in found:
         fix = f"call it train, with one of {' '.join(SUFFIXES)}"
@@ -282,7 +320,7 @@ def _split_files(path: Path, dev: Path | None, test: Path | None) -> dict[str, P
 
 
 def _load_table(
-    files: dict[str, Path], name: str, texts: tuple[str, ...], label: str, kind: Kind | None
+    files: dict[str, Source], name: str, texts: tuple[str, ...], label: str, kind: Kind | None
 ) -> Loaded:
     """Rows with one or two columns of text and a label; the kind of task is found from them."""
     if len(texts) > 2 or len({*texts, label}) <= len(texts):
@@ -326,9 +364,10 @@ def _mean_and_deviation(numbers: list[float]) -> tuple[float, float]:
     return largest * float(shares.mean()), largest * float(shares.std()) if differ else 1.0
 
 
-def _load_words(files: dict[str, Path], name: str) -> Loaded:
+def _load_words(files: dict[str, Source], name: str) -> Loaded:
     """Sentences of words and tags in columns. Tags seen only in dev or test are kept and noted."""
-    rows = {split: _sentences(file) for split, file in files.items()}
+    told = "Text of words and tags"
+    rows = {split: _sentences(need_files(file, told)) for split, file in files.items()}
     tags = {split: {tag for row in part for tag in row.label or ()} for split, part in rows.items()}
     labels = sorted(set[str]().union(*tags.values()), key=lambda tag: (tag != "O", tag[2:], tag))
     spans = all(label == "O" or re.match(r"[BIESMLU]-.", label) for label in labels)
@@ -340,7 +379,7 @@ def _load_words(files: dict[str, Path], name: str) -> Loaded:
     return _finish(replace(task, labels=tuple(labels)), rows, notes, files["train"])
 
 
-def _finish(task: Task, rows: dict[str, list[_Row]], notes: list[str], train: Path) -> Loaded:
+def _finish(task: Task, rows: dict[str, list[_Row]], notes: list[str], train: Source) -> Loaded:
     if task.kind != "regression" and len(task.labels) == 1:
         fix = "check the column of the label; at least two classes are needed"
         raise _bad(f"All labels of the training set are {task.labels[0]!r}.", train, fix)
@@ -402,7 +441,7 @@ def _bad(what: str, where: object, fix: str) -> ElectraError:
 
 
 def _collect(
-    path: Path,
+    path: Source,
     fields: _Fields,
     texts_of: Sequence[tuple[str, ...]],
     label_of: Sequence[str],
@@ -429,7 +468,7 @@ def _collect(
                 raise _bad(f"Column {column!r} is {found}.", where, "correct or remove the row")
             values.append(value)
         answer, known = row.get(label), (row.get(name) for name in ("index", "idx", "id"))
-        if isinstance(answer, list | dict | bytes):
+        if isinstance(answer, list | tuple | dict | set | bytes | np.ndarray):
             what = f"Column {label!r} is {answer!r:.99}, not a label."
             raise _bad(what, where, "write one class or number a row")
         number = next((value for value in known if value is not None), len(rows))
@@ -437,8 +476,9 @@ def _collect(
     return rows or _no_rows(path), texts
 
 
-def _no_rows(path: Path) -> NoReturn:
-    raise _bad("There are no rows.", path, "check that it is the right file")
+def _no_rows(path: Source) -> NoReturn:
+    right = "table" if isinstance(path, Rows) else "file"
+    raise _bad("There are no rows.", path, f"check that it is the right {right}")
 
 
 def _label(value: Any) -> str | None:
@@ -482,8 +522,10 @@ def _coded(row: _Row, task: Task, codes: Mapping[str, int]) -> Any:
 # ------------------------------------------------------------------ formats
 
 
-def _table(path: Path) -> _Fields:
+def _table(path: Source) -> _Fields:
     """The rows of a table in any of the formats."""
+    if isinstance(path, Rows):
+        return _in_memory(path)
     file_status(path)
     suffix, _ = split_suffix(path)
     if path.is_dir() or suffix == ".parquet":
@@ -494,6 +536,39 @@ def _table(path: Path) -> _Fields:
         return _json(path)
     fix = f"known are {' '.join(_TABLES)}; words and tags in columns are of kind tagging"
     raise _bad(f"A '{suffix}' file is not a table.", path, fix)
+
+
+def _in_memory(given: Rows) -> _Fields:
+    """As from a file: what pandas has for a missing value is an empty field."""
+    table: Any = given.table
+    fix = "give a path, a DataFrame of pandas, or a list with a dictionary for each row"
+    if hasattr(table, "itertuples") and hasattr(table, "columns"):
+        names = [str(name) for name in table.columns]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise _bad(f"Two columns have the name {min(twice)!r}.", given, "rename or remove one")
+        # Not to_dict("records"): this one leaves out columns of one name.
+        rows = (dict(zip(names, row, strict=True)) for row in table.itertuples(False, None))
+    elif isinstance(table, Iterable) and not isinstance(table, Mapping | str | bytes):
+        rows = cast(Iterable[object], table)
+    else:
+        raise _bad(f"These are no rows: {type(table).__name__}.", given, fix)
+    for number, row in enumerate(rows, start=1):
+        where = f"{given}, row {number}"
+        if not isinstance(row, Mapping):
+            raise _bad(f"The row is no dictionary: {type(row).__name__}.", where, fix)
+        fields = {str(k): _plain_value(v) for k, v in cast(Mapping[object, object], row).items()}
+        for column, value in fields.items():
+            if isinstance(value, str) and value != value.encode(errors="ignore").decode():
+                what = f"Column {column!r} is {value!r:.99}, no text of whole characters."
+                raise _bad(what, where, "correct or remove the row")
+        yield where, fields
+
+
+def _plain_value(value: object) -> object:
+    """A value of numpy as one of Python; None where it is missing."""
+    value = value.item() if isinstance(value, np.generic) else value
+    is_missing = value != value if isinstance(value, float) else False
+    return None if is_missing or type(value).__name__ in ("NAType", "NaTType") else value
 
 
 def _ragged(where: str, found: int, wanted: int) -> ElectraError:
