@@ -294,10 +294,19 @@ class Model:
             )
         return Finetuned(out)
 
-    def export(self, out: Place, *, license: str = "unknown") -> hf_export.ExportReport:
-        """Write the networks for transformers, with a model card; `out` is checked by reading."""
+    def export(
+        self, out: Place, *, step: int | None = None, license: str = "unknown"
+    ) -> hf_export.ExportReport:
+        """Write the networks for transformers, with a model card; `out` is checked by reading.
+
+        step: of a checkpoint of the run; the newest, if none is given.
+        """
         if (self.path / "run.json").is_file():
-            return hf_export.export_run(self.path, Path(out), license=license)
+            return hf_export.export_run(self.path, Path(out), step=step, license=license)
+        if step is not None:
+            what = "Only a run has checkpoints of several steps."
+            fix = "open the run with electra.load, or leave step out"
+            raise ElectraError(what, where=str(self.path), fix=fix)
         return hf_export.import_model(self.path, Path(out), license=license)
 
 

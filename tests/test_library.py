@@ -25,6 +25,7 @@ from electra.errors import ElectraError, Stopped
 from electra.finetuning import tasks
 from electra.finetuning.glue import predict_rows
 from electra.formats import hf
+from electra.rundir import load_run
 from electra.runlog import read_metrics
 from electra.studies import records
 from electra.use.demo_text import find_text
@@ -251,6 +252,27 @@ def test_an_export_opens_as_the_run_does(made: Made, tmp_path: Path) -> None:
     electra.load(tmp_path / "model").export(tmp_path / "copy")
     assert electra.load(tmp_path / "copy").detect(sentence) == seen
     assert "discriminator of 2 × 20" in repr(electra.load(tmp_path / "model"))
+
+
+def test_any_checkpoint_of_a_run_can_be_exported(made: Made, tmp_path: Path) -> None:
+    run = {**SETTINGS["run"], "save_every": 6, "keep_checkpoints": 3}
+    model = electra.train("tiny", made.corpus, tmp_path / "run", **{**SETTINGS, "run": run})
+    model.export(tmp_path / "newest")
+    model.export(tmp_path / "early", step=6)
+    steps = [
+        json.loads((tmp_path / n / "electra.json").read_bytes())["step"]
+        for n in ("newest", "early")
+    ]
+    assert steps == [12, 6]
+    for name, step in (("newest", 12), ("early", 6)):
+        trained = dict(load_run(tmp_path / "run", step=step).objective.encoder.named_parameters())
+        for part, tensor in hf.load_encoder(tmp_path / name).tensors.items():
+            assert torch.equal(tensor, trained[part])
+    with pytest.raises(ElectraError, match="5"):
+        model.export(tmp_path / "none", step=5)
+    with pytest.raises(ElectraError, match="Only a run has checkpoints"):
+        electra.load(tmp_path / "early").export(tmp_path / "none", step=6)
+    assert not (tmp_path / "none").exists()
 
 
 def test_own_classes_are_told_apart(made: Made) -> None:
