@@ -16,6 +16,7 @@ from electra.config import DataConfig, EncoderConfig, GeneratorConfig, PretrainC
 from electra.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from electra.errors import ElectraError
 from electra.formats import hf, hf_export
+from electra.formats.layout import build_generator
 from electra.objectives import SpecialIds, build_objective
 from electra.use.detect import (
     Alternative,
@@ -87,7 +88,9 @@ def test_probabilities_are_those_of_the_discriminator(model: Path) -> None:
 
 @torch.no_grad()
 def test_alternatives_are_those_of_the_generator(model: Path) -> None:
-    encoder, head, tokenizer = hf.load_generator(model)
+    loaded = hf.load_pretrained(model)
+    encoder, head = build_generator(loaded.network("generator"))
+    tokenizer = loaded.needed_tokenizer()
     result = detect(model, TEXT, alternatives=4)
     top = max(token.replaced for token in result.tokens)
     for i, token in enumerate(result.tokens):

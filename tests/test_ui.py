@@ -198,7 +198,8 @@ def test_a_long_text_is_read_in_rows_as_detect_reads_it(page: Page, made: Made) 
     plain = ask(page, "/api/detect", {"text": text, "masked": []}).json["tokens"]
     assert [t["p"] for t in plain] == pytest.approx(expected, abs=1e-6)
     model = hf.load_pretrained(made.export)
-    encoder, head, tokenizer = hf.load_generator(made.export)
+    encoder, head = layout.build_generator(model.network("generator"))
+    tokenizer = model.needed_tokenizer()
     masked, house = [2, 25, 26, 57], tokenizer.encode("house")[1]
     given = {"text": text, "masked": masked, "forced": dict.fromkeys(masked, house)}
     found = ask(page, "/api/detect", given).json["tokens"]
@@ -251,7 +252,9 @@ def test_explore_asks_every_place_and_every_head(page: Page, made: Made) -> None
     import base64
 
     found = ask(page, "/api/explore", {"text": TEXT}).json
-    encoder, head, tokenizer = hf.load_generator(made.export)
+    loaded = hf.load_pretrained(made.export)
+    encoder, head = layout.build_generator(loaded.network("generator"))
+    tokenizer = loaded.needed_tokenizer()
     x = torch.tensor([tokenizer.encode(TEXT)])
     masked = x.clone()
     masked[0, 5] = tokenizer.mask_id

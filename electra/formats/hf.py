@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..config import EncoderConfig, PretrainConfig, Sharing, from_dict, read_settings_file
 from ..data.tokenizer import Tokenizer
-from ..encoder import DiscriminatorHead, Encoder, GeneratorHead
+from ..encoder import DiscriminatorHead, Encoder
 from ..errors import CorruptError, ElectraError
 from ..files import (
     read_json,
@@ -53,7 +53,6 @@ from .layout import (
     Network,
     Tensors,
     build_discriminator,
-    build_generator,
     empty_network,
     names_of,
     networks_of,
@@ -275,12 +274,6 @@ def load_discriminator(path: Path) -> tuple[Encoder, DiscriminatorHead, Tokenize
     """Encoder, head and tokenizer, ready for inference; `path` as for `load_pretrained`."""
     pretrained = load_pretrained(path)
     return *build_discriminator(pretrained.network("discriminator")), pretrained.needed_tokenizer()
-
-
-def load_generator(path: Path) -> tuple[Encoder, GeneratorHead, Tokenizer]:
-    """As `load_discriminator`."""
-    pretrained = load_pretrained(path)
-    return *build_generator(pretrained.network("generator")), pretrained.needed_tokenizer()
 
 
 def _read_tensors(path: Path) -> Tensors:
