@@ -165,12 +165,15 @@ class PlanCommand(Command):
             if value is not None and not 0 < value < math.inf:
                 fix = "use a number above 0"
                 raise ElectraError(f"{name} is {value}.", where=f"--{name}", fix=fix)
+        self.settings.check_sizes()
         plan, rate = make_plan(self.settings, self.vocab_size), self.tokens_per_second
         s, name = self.settings, self.gpu or "H200"
         model = Model(config=s, plan=plan, **self.given("vocab_size", "padded"))
-        g, each = s.generator_encoder, model.sequence_bytes(device_named(name))
-        is_network = s.generator.kind == "network"
-        generator = f"{g.layers} x {g.hidden_size}" if is_network else s.generator.kind
+        each, generator = model.sequence_bytes(device_named(name)), s.generator.kind
+        if s.objective.kind == "mlm":
+            generator = "none"
+        elif s.generator.kind == "network":
+            generator = f"{s.generator_encoder.layers} x {s.generator_encoder.hidden_size}"
         batch = plan.state_bytes + s.data.at_once(s.data.batch_size) * each
         most = "at most " if s.run.minutes else ""
         limit = f" in {s.run.minutes:g} minutes" if s.run.minutes else ""
@@ -178,7 +181,7 @@ class PlanCommand(Command):
             "recipe": s.name,
             "encoder": f"{s.encoder.layers} x {s.encoder.hidden_size}, {s.encoder.attention_heads} "
             f"heads, feed-forward {s.encoder.ffn_size}, embeddings {s.encoder.embedding_size}",
-            "generator": "none" if s.objective.kind == "mlm" else generator,
+            "generator": generator,
             "parameters kept": f"{plan.discriminator_parameters:,}",
             "parameters of the generator": f"{plan.generator_parameters:,}",
             "tokens per step": f"{plan.tokens_per_step:,}",
@@ -232,6 +235,7 @@ class PretrainCommand(Command):
     settings: Settings = field(default_factory=PretrainConfig)
 
     def run(self) -> None:
+        self.settings.check_sizes()
         if self.dry_run:
             _print_settings(to_dict(self.settings))
             return

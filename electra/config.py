@@ -15,7 +15,7 @@ import math
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -467,6 +467,16 @@ class PretrainConfig:
             attention_heads=heads,
         )
 
+    def check_sizes(self) -> None:
+        """Refuse, before any of them is built, networks that cannot be: a fraction that gives the
+        generator no whole sizes, a start that its width has no room for."""
+        encoders = [self.encoder]
+        if self.objective.kind != "mlm":
+            own = self.generator_encoder
+            encoders += [own] if self.generator.kind == "network" else []
+        if self.encoder.init == "local":
+            room_for_neighbours(encoders)
+
     @property
     def masked_slots(self) -> int:
         """M: the most positions that are chosen in one sequence (a static shape)."""
@@ -483,6 +493,19 @@ class PretrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.data.batch_size * self.data.sequence_length
+
+
+def room_for_neighbours(encoders: Iterable[EncoderConfig]) -> int:
+    """Frequencies of positions for which all of them have channels, as encoder.init local wants.
+
+    They may share position embeddings: the smallest one sets their form.
+    """
+    room = min(min(c.head_size // 2, c.embedding_size // 4, c.hidden_size // 4) for c in encoders)
+    if room < 1:
+        what = "The networks are too narrow to begin with the neighbours of a token."
+        fix = "use encoder.init paper, or 2 channels a head and 4 of embeddings and states"
+        raise ElectraError(what, where="encoder.init", fix=fix)
+    return room
 
 
 def _fraction_of(size: int, fraction: float, name: str) -> int:

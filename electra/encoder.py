@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import EncoderConfig
-from .errors import ElectraError
+from .config import EncoderConfig, room_for_neighbours
 from .gpu import fused
 from .randomness import SeededDropout, StepRng
 
@@ -336,16 +335,7 @@ def initialise(module: nn.Module, init: Literal["paper", "local"], seed: int) ->
         parameter.copy_(value)
     if init == "local":
         encoders = [part for part in module.modules() if isinstance(part, Encoder)]
-        # Both networks read the shared position embeddings: the smaller one sets their form.
-        sizes = [
-            (c.head_size // 2, c.embedding_size // 4, c.hidden_size // 4)
-            for c in (encoder.config for encoder in encoders)
-        ]
-        P = min(FREQUENCIES, *map(min, sizes))
-        if P < 1:
-            what = "The networks are too narrow to begin with the neighbours of a token."
-            fix = "use encoder.init paper, or 2 channels a head and 4 of embeddings and states"
-            raise ElectraError(what, where="encoder.init", fix=fix)
+        P = min(FREQUENCIES, room_for_neighbours(encoder.config for encoder in encoders))
         for encoder in encoders:
             _look_at_neighbours(encoder, P, draw)
     for part in module.modules():

@@ -124,8 +124,7 @@ def enter_run(
             where=str(out),
             fix="restore run.json, or choose another --out",
         )
-    if config.objective.kind != "mlm" and config.generator.kind == "network":
-        _ = config.generator_encoder  # refuses a fraction that gives no whole sizes
+    config.check_sizes()
     if not before and (out / "run.json").exists():  # of a run that never saved anything
         shutil.rmtree(out / "tokenizer", ignore_errors=True)
         (out / "metrics.jsonl").unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import shutil
@@ -20,7 +21,9 @@ from electra import __version__, cli
 from electra import pretrain as loop
 from electra.checkpoint import read_checkpoint
 from electra.data.corpus import Corpus
+from electra.errors import ElectraError
 from electra.formats.hf import load_pretrained
+from electra.objectives import SpecialIds, build_objective
 from electra.rundir import load_run
 from electra.runlog import read_metrics
 
@@ -251,6 +254,42 @@ def test_a_dry_run_prints_every_setting(capsys: pytest.CaptureFixture[str], tmp_
     assert shown["optim.bias_correction"] == "False"
     assert len(shown) > 50
     assert not out.exists()
+
+
+NO_NETWORKS = {
+    "fraction of 0.3 gives hidden_size 76.8": ["--generator.width", "0.3"],
+    "fraction of 0.3 gives layers 3.6": ["--generator.depth", "0.3"],
+    "depth is 0.0": ["--generator.depth", "0"],
+    "fraction of 0.2 gives": ["--generator.width", "0.2", "--generator.kind", "uniform"],
+    "too narrow": ["--encoder.embedding-size", "3", "--encoder.init", "local"],
+}
+
+
+@pytest.mark.parametrize("what", NO_NETWORKS)
+def test_networks_that_cannot_be_built_are_refused_before_anything_is_done(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path, what: str
+) -> None:
+    """Also without --dry-run before text is prepared; all of them with what building says."""
+    run = ["pretrain", "small", "--out", tmp_path / "run", *NO_NETWORKS[what]]
+    told = refused(capsys, *run, "--dry-run")
+    assert what in told
+    assert refused(capsys, *run, "--input", text) == told
+    assert refused(capsys, "plan", "small", *NO_NETWORKS[what]) == told
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ElectraError) as caught:
+        build_objective(
+            cli._parse(["plan", "small", *NO_NETWORKS[what]]).settings, 97, SpecialIds(*range(5))
+        )
+    assert told == f"electra: {caught.value}\n"
+
+
+def test_without_a_generator_its_fractions_are_not_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    odd = ["bert-small", "--generator.width", "0.3"]
+    assert settings_of(capsys, *odd, "--out", tmp_path / "x")["generator.width"] == "0.3"
+    assert electra("plan", *odd) == 0
+    assert re.search(r"^generator +none$", capsys.readouterr().out, re.M)
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_recipe(

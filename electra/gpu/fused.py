@@ -45,7 +45,8 @@ def unfit(config: PretrainConfig, dtype: torch.dtype, *, padded: bool) -> str | 
     """
     if config.data.sequence_length > LONGEST and padded:
         return f"padding in sequences longer than {LONGEST} tokens"
-    for e in (config.encoder, config.generator_encoder):
+    is_one = config.objective.kind == "mlm"
+    for e in (config.encoder, config.encoder if is_one else config.generator_encoder):
         if e.head_size not in (16, 32, 64):
             return f"attention heads of {e.head_size}"
         if e.hidden_size % 16 or e.hidden_size > 1024:
