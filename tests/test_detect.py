@@ -221,10 +221,41 @@ def test_colours() -> None:
     assert "48;2;102;0;0ms" in line
 
 
+def test_without_colours_what_is_suspicious_is_named() -> None:
+    """In a pipe, also where the generator finds nothing likely or is not there."""
+    words = (
+        Word((Token("the", 0, 3, 0.5),)),
+        Word((Token("at", 4, 6, 0.51), Token("##es", 6, 8, 0.4))),
+        Word((Token("a", 9, 10, 0.97, (Alternative("one", 0.25),)),)),
+        Word((Token("b", 11, 12, 0.99),)),
+    )
+    console = Console(color_system=None, width=80)
+    with console.capture() as capture:
+        console.print(render(Detection("the ates a b", words)))
+    assert capture.get().splitlines() == [
+        "the ates a b",
+        "at  replaced 51%",
+        "a  replaced 97%; the generator's: one 25%",
+        "b  replaced 99%",
+    ]
+
+
+def test_a_discriminator_alone_names_what_is_suspicious(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone").symlink_to(model / "discriminator")
+    found = detect(tmp_path / "alone", TEXT)
+    expected = [t for t in found.tokens if t.replaced > 0.5]
+    assert expected
+    assert [line.split()[0] for line in render(found).plain.splitlines()[1:]] == [
+        TEXT[t.start : t.end] for t in expected
+    ]
+
+
 def test_a_text_cannot_steer_the_terminal() -> None:
     text = "a\x1b[31m\x07\rb\u202ec"
     shown = render(Detection(text, (Word((Token("a", 0, 1, 0.9),)),))).plain
-    assert shown == "a\ufffd[31m\ufffd\ufffdb\ufffdc"
+    assert shown == "a\ufffd[31m\ufffd\ufffdb\ufffdc\na  replaced 90%"
+    shown = render(Detection("\x1b", (Word((Token("a", 0, 1, 0.9),)),))).plain
+    assert shown == "\ufffd\n\ufffd  replaced 90%"
     joined = "می\u200cخواهم"
     assert render(Detection(joined, ())).plain == joined
 

@@ -230,17 +230,19 @@ def _words(tokens: list[Token], word_ids: list[int | None]) -> tuple[Word, ...]:
 
 
 def render(detection: Detection) -> Text:
-    """The text with a background from none to red, and the alternatives below it."""
+    """The text with a background from none to red; below it what is suspicious, which a pipe shows
+    in no colour, and the alternatives."""
     shown = Text(_printable(detection.text))
     for token in detection.tokens:
         shown.stylize(_style(token.replaced), token.start, token.end)
     for token in detection.tokens:
-        if token.alternatives:
+        if token.alternatives or token.replaced > _SUSPICIOUS:
             own = _printable(detection.text[token.start : token.end])
             shown.append("\n")
             shown.append(own, _style(token.replaced))
-            shown.append(f"  replaced {token.replaced:.0%}; the generator's: ")
-            shown.append(_printable(_listed(token.alternatives)))
+            shown.append(f"  replaced {token.replaced:.0%}")
+        if token.alternatives:
+            shown.append(f"; the generator's: {_printable(_listed(token.alternatives))}")
     return shown
 
 
