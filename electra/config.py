@@ -418,10 +418,14 @@ class PretrainConfig:
             what = "This needs a generator that is a network."
             raise ElectraError(what, where="generator.kind", fix="set generator.kind to network")
 
-    def without_effect(self) -> Iterator[str]:
+    def without_effect(self, start: PretrainConfig | None = None) -> Iterator[str]:
         """A sentence for every setting that has another value than its default and does nothing, or
-        less than it says."""
+        less than it says.
+
+        start: a recipe, whose own values were not asked for.
+        """
         values, defaults = flat(to_dict(self)), flat(to_dict(PretrainConfig()))
+        begun = flat(to_dict(start)) if start is not None else defaults
         needed = {
             "optim.muon_rate": ("optim.kind", "muon"),
             "optim.muon_momentum": ("optim.kind", "muon"),
@@ -432,8 +436,16 @@ class PretrainConfig:
         idle = {name: f"{k} {v}" for name, (k, v) in needed.items() if values[k] != v}
         if values["generator.temperature"] == 1:
             idle["generator.temperature_steps"] = "a generator.temperature other than 1"
+        if self.objective.kind == "mlm":
+            alone = [name for name in values if name.startswith("generator.")]
+            idle |= dict.fromkeys(
+                [*alone, "objective.disc_weight"], "another objective.kind than mlm"
+            )
+        elif self.generator.kind != "network":
+            own = ("generator.width", "generator.depth", "generator.sharing")
+            idle |= dict.fromkeys([*own, "objective.gen_weight"], "generator.kind network")
         for name, missing in idle.items():
-            if values[name] != defaults[name]:
+            if values[name] not in (defaults[name], begun[name]):
                 yield f"{name} {values[name]} has no effect: it needs {missing}"
         if self.run.keep_every is not None:
             yield from self._keeps_less(self.run.keep_every)

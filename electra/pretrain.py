@@ -42,6 +42,7 @@ from .flops import matmul_flops_per_token
 from .micro_batch import compiling, device_errors, find_micro_batch
 from .objectives import SpecialIds, build_objective, disc_share
 from .optim import learning_rate
+from .recipes import RECIPES
 from .rundir import check_fits, check_room, enter_run, kept_for_good, record_of, was_evaluated
 from .runlog import RunLog, draw_curves
 from .runtime import Runtime
@@ -252,7 +253,8 @@ class Run:
             patient=patient,
             tracker=run.tracker,
         )
-        for text in (*self.early_warnings, *config.without_effect()):
+        start = RECIPES[config.name]() if config.name in RECIPES else None
+        for text in (*self.early_warnings, *config.without_effect(start)):
             self.log.warn(text)
         for text in changed:
             self.log.note(f"changed: {text}")

@@ -518,7 +518,37 @@ def test_checkpoints_that_are_never_made_cannot_be_kept(
         assert "checkpoints are made every 1,000 steps (run.save_every)" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("objective", "generator", "idle"),
+    [
+        ({"kind": "mlm"}, {"width": 0.5}, "generator.width 0.5"),
+        ({"kind": "mlm"}, {"kind": "uniform"}, "generator.kind uniform"),
+        ({"kind": "mlm"}, {"disallow_correct": True}, "generator.disallow_correct True"),
+        ({"kind": "mlm", "disc_weight": 20.0}, {}, "objective.disc_weight 20.0"),
+        ({}, {"kind": "unigram", "depth": 0.5}, "generator.depth 0.5"),
+        ({}, {"kind": "uniform", "sharing": "none"}, "generator.sharing none"),
+        ({"gen_weight": 2.0}, {"kind": "uniform"}, "objective.gen_weight 2.0"),
+    ],
+)
+def test_settings_of_networks_that_are_not_there_are_named(
+    objective: dict[str, Any], generator: dict[str, Any], idle: str
+) -> None:
+    plain = recipe("small")
+    config = replace(
+        plain,
+        objective=replace(plain.objective, **objective),
+        generator=replace(plain.generator, **generator),
+    )
+    (said,) = config.without_effect(plain)
+    needed = "another objective.kind than mlm" if "kind" in objective else "generator.kind network"
+    assert said == f"{idle} has no effect: it needs {needed}"
+
+
 def test_no_recipe_has_a_setting_that_does_nothing() -> None:
-    assert [said for name in RECIPES for said in recipe(name).without_effect()] == []
+    assert [s for name in RECIPES for s in recipe(name).without_effect(RECIPES[name]())] == []
+    for name in ("base", "tiny"):  # whose generators are of their own sizes, which nobody gave
+        plain = recipe(name)
+        alone = replace(plain, objective=replace(plain.objective, kind="mlm"))
+        assert list(alone.without_effect(RECIPES[name]())) == []
     two = replace(recipe("small"), objective=ObjectiveConfig(stage_two="fresh"))
     assert [said.split()[0] for said in two.without_effect()] == ["objective.stage_two"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,7 @@ from electra.errors import CorruptError, ElectraError, Stopped
 from electra.finetuning import finetune as module
 from electra.finetuning import squad, tasks
 from electra.finetuning.features import Features
-from electra.finetuning.finetune import finetune, resolve
+from electra.finetuning.finetune import finetune, resolve, without_effect
 from electra.finetuning.glue import SQUAD, answer_texts
 from electra.finetuning.heads import TaskModel, build_head, empty_model
 from electra.finetuning.step import SquadData, TextData, Trainer, layer_multipliers, predict
@@ -1476,6 +1477,50 @@ def test_weights_that_are_kept(keep: str, kept: int, tune: Tune, tmp_path: Path)
     head = load_file(tmp_path / "model" / "head.safetensors")["head.out.weight"]
     assert (head == load_file(files[best if kept > 1 else 0])["head.out.weight"]).all()
     assert not list(tmp_path.glob("seed-*/checkpoints"))
+
+
+def test_what_does_nothing_is_said(tokenizer: Tokenizer, tune: Tune, tmp_path: Path) -> None:
+    def said(data: Loaded, **changes: Any) -> list[str]:
+        asked = FinetuneConfig(**{"epochs": 2.0, "length": 20, **changes})
+        config = resolve(asked, encoder_of(tokenizer).config, data.task)
+        return without_effect(asked, config, TextData(data, tokenizer, config), tmp_path)
+
+    one = DIFFERENT["data"]
+    pairs = [(a, b) for (a,), (b,) in itertools.pairwise(one.splits["train"].texts)]
+    labels = one.splits["train"].labels[1:]
+    two = replace(
+        one,
+        task=replace(one.task, texts=("a", "b")),
+        splits=dict.fromkeys(("train", "dev"), Examples(pairs, labels, list(map(str, labels)))),
+    )
+    assert said(one, keep="all") == []  # nothing is there yet
+    (told,) = said(one, both_orders=True)
+    assert told.startswith("both_orders True has no effect")
+    for data, value in ((two, True), (one, False), (one, None)):
+        assert said(data, both_orders=value) == []
+    for epochs, patience, idle in (
+        (4.0, 2, False),
+        (3.0, 2, True),
+        (2.5, 2, True),
+        (3.0, 1, False),
+    ):
+        found = said(one, keep_epoch="best", epochs=epochs, patience=patience)
+        assert [text.partition(" in ")[0] for text in found] == (
+            [f"patience {patience} has no effect"] if idle else []
+        )
+        assert all(f"it needs {patience + 2} or more" in text for text in found)
+
+    results = tune(tmp_path, **DIFFERENT)
+    scores = [seed["score"] for seed in results["seeds"]]
+    gone = [f"seed-{i}" for i in range(3) if i != scores.index(max(scores))]
+    assert said(one, seeds=3) == []
+    (told,) = said(one, seeds=3, keep="all")
+    assert f"keep all has no effect on {', '.join(gone)}: the weights are gone" in told
+    for name in gone:  # as it says
+        shutil.rmtree(tmp_path / name)
+    tune(tmp_path, keep="all", **DIFFERENT)
+    assert said(one, seeds=3, keep="all") == []
+    assert len(list(tmp_path.glob("seed-*/weights.safetensors"))) == 3
 
 
 def test_a_seed_beyond_those_asked_for_does_not_count(tune: Tune, tmp_path: Path) -> None:

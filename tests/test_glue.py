@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -565,6 +566,22 @@ def test_the_diagnostic_set_is_answered_by_mnli(model: Path, folder: Path, tmp_p
     assert results["task"]["name"] == "mnli"
     assert (tmp_path / "test" / "AX.tsv").is_file()
     assert "no training set of its own" in notes[0]
+
+
+def test_a_setting_without_effect_is_told(
+    model: Path, rows: list[tuple[str, str, str]], tmp_path: Path
+) -> None:
+    data = write_csv(tmp_path / "my.csv", [("text", "label"), *((b, c) for _, b, c in rows)])
+    base = FinetuneConfig(epochs=1.0, batch_size=8, device="cpu", threads=1, seeds=2)
+    told = list[str]()
+    for changes in ({}, {"both_orders": True}, {"keep": "all"}):
+        notes, out = list[str](), tmp_path / ("other" if "both_orders" in changes else "run")
+        settings = replace(base, **changes)
+        glue.finetune_task(model, data, out, settings, label="label", quiet=True, note=notes.append)
+        told += [note for note in notes if note.startswith("warning: ")]
+    first, second = told
+    assert first.startswith("warning: both_orders True has no effect: it needs two texts")
+    assert second.startswith("warning: keep all has no effect on seed-")
 
 
 def test_what_of_the_rows_is_not_read_is_said(

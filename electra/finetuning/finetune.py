@@ -132,6 +132,33 @@ def finetune(
         return run.finish([done[seed] for seed in run.seeds])
 
 
+def without_effect(
+    asked: FinetuneConfig, config: FinetuneConfig, data: Data, out: Path
+) -> list[str]:
+    """A sentence for every setting that was asked for and does nothing here.
+
+    asked: before it was resolved to `config`.
+    """
+    said, texts = list[str](), len(data.task.texts)
+    if asked.both_orders and (texts != 2 or data.task.kind == "qa"):
+        said.append("both_orders True has no effect: it needs two texts that can change places")
+    epochs = math.ceil(config.epochs or 1)
+    if config.patience is not None and config.patience >= epochs - 1:
+        told = f"patience {config.patience} has no effect in {epochs} epochs"
+        said.append(f"{told}: it needs {config.patience + 2} or more")
+    if config.keep == "all":
+        places = [out / f"seed-{config.seed + i}" for i in range(config.seeds)]
+        gone = [
+            place.name
+            for place in places
+            if (place / "result.json").exists() and not (place / "weights.safetensors").exists()
+        ]
+        if gone:
+            told = f"keep all has no effect on {', '.join(gone)}: the weights are gone"
+            said.append(f"{told}; delete the folders in {out}, and they are trained again")
+    return said
+
+
 def _has_past(out: Path) -> bool:
     """Whether anything was saved; a run without it begins again as whatever is asked for, perhaps
     with the smaller batch that an error advised."""

@@ -23,7 +23,7 @@ from ..files import json_bytes, write_atomic
 from ..formats.hf import FineTuned, LoadedEncoder, load_encoder, load_finetuned
 from . import metrics, squad, tasks
 from .features import encode_texts, encode_words
-from .finetune import finetune, resolve
+from .finetune import finetune, resolve, without_effect
 from .step import Data, SquadData, TextData, predict
 from .tasks import Examples, Task
 
@@ -54,6 +54,8 @@ def finetune_task(
     """
     encoder = load_encoder(model)
     settings, prepared = open_data(encoder, data, config, task, note=note, **own)
+    for text in without_effect(config, settings, prepared, out):
+        note(f"warning: {text}")
     return finetune(settings, encoder, prepared, out, quiet=quiet)
 
 
