@@ -1289,7 +1289,7 @@ def test_every_line_of_the_paper_map_is_an_experiment_of_its_own(
     assert len(lines) == 21
     found = set[str]()
     for line in lines:
-        plan: Any = cli._parse(["plan", "small", *line.replace("--init RUN ", "").split()])
+        plan: Any = cli.parse(["plan", "small", *line.replace("--init RUN ", "").split()])
         plan.run()
         shown = re.search(r"^generator +(.*)", capsys.readouterr().out, re.M)
         config = plan.settings

@@ -121,6 +121,17 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == __version__
 
 
+@pytest.mark.parametrize("line", ["", "--version", "plan small", "completion bash", "plan --help"])
+def test_a_reader_that_has_seen_enough_is_no_error(line: str) -> None:
+    """As `electra plan small | head -n 1`."""
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "electra", *line.split()]
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, timeout=120)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "electra", "pretrain", "--help"],
@@ -278,7 +289,7 @@ def test_networks_that_cannot_be_built_are_refused_before_anything_is_done(
     assert not (tmp_path / "run").exists()
     with pytest.raises(ElectraError) as caught:
         build_objective(
-            cli._parse(["plan", "small", *NO_NETWORKS[what]]).settings, 97, SpecialIds(*range(5))
+            cli.parse(["plan", "small", *NO_NETWORKS[what]]).settings, 97, SpecialIds(*range(5))
         )
     assert told == f"electra: {caught.value}\n"
 
