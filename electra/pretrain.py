@@ -140,10 +140,17 @@ def _carry_out(run: Run, changed: list[str], quiet: bool) -> None:
     if run.is_done:
         return
     run.open_log(changed, quiet)
+    complete = False
     try:
         run.train()
+        complete = True
+    except Stopped as stopped:
+        complete = not stopped.broke_off
+        raise
     finally:
         run.close()
+        if complete:  # a launcher may end all with the first that leaves: none does before the save
+            run.runtime.agree(0.0)
     if run.runtime.is_main and not quiet:
         draw_curves(run.out)
 

@@ -27,7 +27,7 @@ from conftest import runtime
 from test_pretrain import assert_same_run
 from torch import Tensor
 
-from electra import exchange
+from electra import checkpoint, exchange
 from electra import runtime as runtimes
 from electra.checkpoint import load_newest, read_checkpoint
 from electra.config import PretrainConfig, from_dict, to_dict
@@ -85,13 +85,20 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     sharded = with_run(config, sharding="optimizer")
     rare = with_run(config, log_every=5)  # a line that spans the stop
     rare_sharded = with_run(sharded, log_every=5)
+    write = checkpoint.write_checkpoint
+
+    def slow(*given: Any) -> Path:
+        time.sleep(0.5)
+        return write(*given)
+
     for name, before in (("stopped", rare_sharded), ("stopped-whole", rare)):
-        Trainer.step, done[0] = signalled, 0
+        Trainer.step, done[0], checkpoint.write_checkpoint = signalled, 0, slow
         try:
             pretrain(before, corpus, work / "runs" / name, quiet=True)
-        except Stopped:
-            (work / f"{name}-{rank}").touch()
-        Trainer.step = kept
+        except Stopped:  # what one process writes is there when the other one leaves
+            if (work / "runs" / name / "checkpoints" / "step-00000006").exists():
+                (work / f"{name}-{rank}").touch()
+        Trainer.step, checkpoint.write_checkpoint = kept, write
     dist.barrier()
 
     if rank == 0:
