@@ -986,6 +986,7 @@ def main() -> None:
     parser.add_argument(
         "--dropout",
         dest="only",
+        default=names,
         action="store_const",
         const=[n for name in DROPPING for n in (name.removesuffix(", dropout"), name)],
         help="only what can drop, with and without",

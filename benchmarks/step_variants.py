@@ -200,10 +200,11 @@ def cache_of(folder: str, values: dict[str, Any]) -> str:
 
 
 def put(path: str, value: Any) -> None:
-    """Set a value of a module of `electra.gpu`. Settings of a kernel change in place: functions
-    have them as defaults."""
+    """Set a value of a module of the package. Settings of a kernel change in place: functions have
+    them as defaults."""
     module, *names, last = path.split(".")
-    holder: Any = importlib.import_module(f"electra.gpu.{module}")
+    folder = "electra.gpu" if module in ("fused", "kernels") else "electra"
+    holder: Any = importlib.import_module(f"{folder}.{module}")
     for name in names:
         holder = holder[name] if isinstance(holder, dict) else getattr(holder, name)
     old = holder[last] if isinstance(holder, dict) else getattr(holder, last)

@@ -1,7 +1,8 @@
 """benchmarks/growth.py: its tables are what they say, and its rows come from real steps.
 
 And benchmarks/start_speed.py: a start is timed until a step was made. And
-benchmarks/kernel_bits.py: calls with other bits are counted.
+benchmarks/kernel_bits.py: calls with other bits are counted. And benchmarks/kernels.py: it takes
+all kernels unless some are named.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import growth
 import kernel_bits
+import kernels
 import pytest
 import start_speed
 import torch
@@ -81,3 +83,20 @@ def test_calls_with_other_bits_are_counted() -> None:
     case = kernel_bits.Case((torch.zeros(2, 3),), ours, ours, 0)
     assert kernel_bits.repeat(case, {"by": 7}, seconds=1.0) == (3, [0, 2])
     assert calls == [7, 7, 7]
+
+
+def test_all_kernels_are_looked_at_unless_some_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    monkeypatch.setattr(kernels, "compile_for_h200", seen.append)
+    for flags, names in (
+        ([], [*kernels.ENTRIES]),
+        (["--only", "attention"], ["attention"]),
+        (
+            ["--dropout"],
+            [n for name in kernels.DROPPING for n in (name.removesuffix(", dropout"), name)],
+        ),
+    ):
+        seen.clear()
+        monkeypatch.setattr(sys, "argv", ["kernels.py", "--compile", *flags])
+        kernels.main()
+        assert seen == names
