@@ -13,13 +13,16 @@ generator's head, and the steps of two well-known ports, driven here by our own 
 table comes last; a JSON record holds it with versions, hardware and settings, and a page of the day
 (kept under benchmarks/results) as it was printed.
 
-On a CPU both sides compute in float32 with the same number of threads. There the CPU time is shown
-beside the wall time, and the load of the machine when the measurement begins and ends: other work
-lowers what the clock says of both sides, and less what their CPU time says.
+On a CPU both sides compute with the same number of threads, in float32, or with --precision bf16 in
+that (ours) and under autocast (theirs). There the CPU time is shown beside the wall time, and the
+load of the machine when the measurement begins and ends: other work lowers what the clock says of
+both sides, and less what their CPU time says. "whole vectors" is the setting that ours computes
+with on AMD's processors (`electra.runtime.whole_vectors`), given to the peer as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
@@ -62,7 +65,9 @@ from electra.recipes import recipe
 from electra.trainer import Trainer
 
 
-def electra_config(c: PretrainConfig, vocab: int, *, generator: bool) -> ElectraConfig:
+def electra_config(
+    c: PretrainConfig, vocab: int, attention: str, *, generator: bool
+) -> ElectraConfig:
     e = c.generator_encoder if generator else c.encoder
     return ElectraConfig(
         vocab_size=vocab,
@@ -74,7 +79,7 @@ def electra_config(c: PretrainConfig, vocab: int, *, generator: bool) -> Electra
         max_position_embeddings=e.max_positions,
         hidden_dropout_prob=e.dropout,
         attention_probs_dropout_prob=e.attention_dropout,
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
 
 
@@ -88,10 +93,14 @@ class Peer(NamedTuple):
     autocast: bool = False
     compiled: bool | str = False
     """A string is the compiler's mode."""
+    whole_vectors: bool = False
+    attention: Literal["sdpa", "eager"] = "sdpa"
 
-    def on(self, device: torch.device) -> Peer:
-        """A CPU gets float32 (bf16 kills some) and no compiler, which costs minutes there."""
-        return self if device.type == "cuda" else self._replace(autocast=False, compiled=False)
+    def on(self, runtime: runtimes.Runtime) -> Peer:
+        """A CPU gets no compiler, which costs minutes there, and autocast where ours has bf16."""
+        if runtime.device.type == "cuda":
+            return self
+        return self._replace(autocast=runtime.dtype == torch.bfloat16, compiled=False)
 
     def label(self, device: torch.device) -> str:
         precision = "TF32" if device.type == "cuda" else "fp32"
@@ -109,6 +118,11 @@ class Peer(NamedTuple):
 # The second port trains in fp16 mixed precision; bf16 here needs no loss scaling and is as fast.
 PEERS: dict[str, Peer] = {
     "eager": Peer("transformers"),
+    "eager-attention": Peer("transformers, eager attention", attention="eager"),
+    "whole-vectors": Peer("transformers + whole vectors", whole_vectors=True),
+    "whole-vectors-eager": Peer(
+        "transformers + whole vectors, eager attention", whole_vectors=True, attention="eager"
+    ),
     "autocast": Peer("transformers", autocast=True),
     "compiled": Peer("transformers", autocast=True, compiled=True),
     "gather": Peer("transformers + gather fix", "gathered", autocast=True, compiled=True),
@@ -123,7 +137,16 @@ PEERS: dict[str, Peer] = {
 # What is within rounding; of bf16 the loss, and all gradients as one vector.
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 Name = Literal[
-    "eager", "autocast", "compiled", "gather", "gather-graphs", "lucidrains", "richarddwang"
+    "eager",
+    "eager-attention",
+    "whole-vectors",
+    "whole-vectors-eager",
+    "autocast",
+    "compiled",
+    "gather",
+    "gather-graphs",
+    "lucidrains",
+    "richarddwang",
 ]
 
 
@@ -134,6 +157,8 @@ class Arguments:
     out: Path
     """Where the JSON record and the page of the day go."""
     recipe: str = "small"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the recipe; auto: bf16 on a GPU, fp32 on a CPU."""
     batches: tuple[int, ...] = (128, 512, 1024)
     """Batch sizes of ours."""
     peer_batches: tuple[int, ...] = (128, 512)
@@ -164,8 +189,12 @@ class TransformersPair(nn.Module):
     def __init__(self, c: PretrainConfig, vocab: int, peer: Peer) -> None:
         super().__init__()
         self.c, self.vocab, self.peer = c, vocab, peer
-        self.generator = ElectraForMaskedLM(electra_config(c, vocab, generator=True))
-        self.discriminator = ElectraForPreTraining(electra_config(c, vocab, generator=False))
+        first, second = (
+            electra_config(c, vocab, peer.attention, generator=generator)
+            for generator in (True, False)
+        )
+        self.generator = ElectraForMaskedLM(first)
+        self.discriminator = ElectraForPreTraining(second)
         self.generator.electra.embeddings = self.discriminator.electra.embeddings
         self.generator.generator_lm_head.weight = (
             self.discriminator.electra.embeddings.word_embeddings.weight
@@ -253,7 +282,7 @@ def peer_step(
         optimizer.zero_grad(set_to_none=True)
         step += 1
 
-    return one
+    return runtimes.whole_vectors(one) if peer.whole_vectors else one
 
 
 def candidates(x: Tensor, s: SpecialIds) -> Tensor:
@@ -275,7 +304,8 @@ def ours(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) -> Callab
         trainer.step()
         step += 1
 
-    return one
+    # As in a run; `main` has ended that of the process.
+    return one if runtime.device.type == "cuda" else runtimes.whole_vectors(one)
 
 
 class Side(NamedTuple):
@@ -316,7 +346,9 @@ def prove_equal(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) ->
     bf16, where there is a GPU, our training path (own kernels, working weights in bf16) is compared
     with transformers in float32, beside what autocast makes of the same pair.
     """
-    torch.set_float32_matmul_precision("highest")
+    on_gpu = runtime.device.type == "cuda"
+    if on_gpu:
+        torch.set_float32_matmul_precision("highest")
     c = dataclasses.replace(c, data=dataclasses.replace(c.data, batch_size=16))
     special = SpecialIds(**corpus.special_ids)
     device = runtime.device
@@ -383,9 +415,11 @@ def prove_equal(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) ->
         if not value < limit:
             result["too large"].append(f"{what}: {value:.1e}, not below {limit:.1e}")
 
-    every = {p.head: p._replace(autocast=False, compiled=False) for p in PEERS.values()}
+    plain = [p for p in PEERS.values() if not p.whole_vectors]
+    every = {p.head: p._replace(autocast=False, compiled=False) for p in plain}
     for dtype, heads in ((torch.float64, {"all": every["all"]}), (torch.float32, every)):
-        mine, k = ours(dtype)
+        with contextlib.nullcontext() if on_gpu else runtimes.whole_vectors:
+            mine, k = ours(dtype)
         for head, peer in heads.items():
             found = mine.differences(theirs(peer, k, dtype))
             worst = max(found, key=lambda name: found[name])
@@ -416,7 +450,8 @@ def prove_equal(c: PretrainConfig, corpus: Corpus, runtime: runtimes.Runtime) ->
         # Where bf16 itself is coarser than the limit, ours may not be coarser than autocast.
         limit = max(LIMITS[torch.bfloat16], auto.as_one(exact))
         claim("bfloat16, all gradients as one", found["all gradients"], limit)
-    torch.set_float32_matmul_precision("high")
+    if on_gpu:
+        torch.set_float32_matmul_precision("high")
     return result
 
 
@@ -452,13 +487,18 @@ def main() -> None:
     a = tyro.cli(Arguments)
     corpus = Corpus.open(a.corpus)
     base = recipe(a.recipe)
-    if Batches(corpus.train, base, runtimes.start(base.run)).padded:
-        raise SystemExit("both sides are timed without padding: prepare with --short-percent 0")
     base = dataclasses.replace(
-        base, encoder=dataclasses.replace(base.encoder, dropout=0.0, attention_dropout=0.0)
+        base,
+        encoder=dataclasses.replace(base.encoder, dropout=0.0, attention_dropout=0.0),
+        run=dataclasses.replace(base.run, precision=a.precision),
     )
     runtime = runtimes.start(base.run)
-    torch.backends.cuda.matmul.allow_tf32 = True
+    environment = runtime.describe()
+    runtime.leave()  # the peers compute as torch does by itself
+    if Batches(corpus.train, base, runtime).padded:
+        raise SystemExit("both sides are timed without padding: prepare with --short-percent 0")
+    if runtime.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
 
     def at(batch: int) -> PretrainConfig:
         return dataclasses.replace(base, data=dataclasses.replace(base.data, batch_size=batch))
@@ -471,7 +511,7 @@ def main() -> None:
     for batch in a.peer_batches:
         is_first = batch == a.peer_batches[0] or a.more_peers is None
         for name in a.peers if is_first else a.more_peers or ():
-            c, peer = at(batch), PEERS[name].on(runtime.device)
+            c, peer = at(batch), PEERS[name].on(runtime)
             label = peer.label(runtime.device)
             groups[label] = peer.group
             variants[label, batch] = lambda c=c, peer=peer: peer_step(
@@ -496,8 +536,9 @@ def main() -> None:
         print("compiled in advance: exit", child.wait(), flush=True)
 
     flops = matmul_flops_per_token(base, corpus.vocab_size)
-    peak = runtimes.matmul_rate(runtime.device, runtime.dtype)
     on_gpu = runtime.device.type == "cuda"
+    with contextlib.nullcontext() if on_gpu else runtimes.whole_vectors:
+        peak = runtimes.matmul_rate(runtime.device, runtime.dtype)
     load = os.getloadavg()
     rows: list[dict[str, object]] = []
     steps: dict[tuple[str, int], Callable[[], None]] = {}
@@ -570,7 +611,7 @@ def main() -> None:
         "config": to_dict(base),
         "load_average": {"before": load, "after": os.getloadavg()},
         "peers": {name: peer._asdict() for name, peer in PEERS.items()},
-        "environment": {**runtime.describe(), "transformers": transformers.__version__},
+        "environment": {**environment, "transformers": transformers.__version__},
     }
     (a.out / "pretrain_speed.json").write_text(json.dumps(record, indent=1))
     lines = [f"{'variant':50} {'batch':>6} {'tokens/s':>12} {'spread':>8} {'MFU':>6} {'GiB':>6}"]

@@ -37,6 +37,7 @@ from .finetuning.squad import Question
 from .formats import card, hf, hf_export
 from .pretrain import open_corpus, pretrain
 from .recipes import Profile, recipe
+from .runtime import whole_vectors
 from .studies.records import code, table
 from .studies.report import Section, long_form, read_sections, report_sections
 from .studies.report_html import fragment, to_html
@@ -243,6 +244,7 @@ class Model:
         corpus = corpus if isinstance(corpus, Corpus) else Corpus.open(Path(corpus))
         return evaluate_model(self.path, corpus, **settings)
 
+    @whole_vectors
     @torch.inference_mode()
     def encode(self, text: str) -> Encoded:
         """The tokens of a text and the encoder's state of each."""

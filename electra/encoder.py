@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from .config import EncoderConfig, room_for_neighbours
 from .gpu import fused
 from .randomness import SeededDropout, StepRng
+from .runtime import whole_vectors
 
 Rng = StepRng | SeededDropout
+
+NEVER = -1e30  # a score of what is not attended to
 
 
 class Encoder(nn.Module):
@@ -196,18 +199,17 @@ class Block(nn.Module):
             weight, bias = self.qkv.weight, self.qkv.bias
             q = F.linear(h[:, :only], weight[:D], bias[:D]).view(B, only, H, K).transpose(1, 2)
             k, v = F.linear(h, weight[D:], bias[D:]).view(B, T, 2, H, K).permute(2, 0, 3, 1, 4)
-        p = self.config.attention_dropout
-        if rng is None or p == 0:
-            a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        elif isinstance(rng, SeededDropout) and q.is_cuda:
+        p = self.config.attention_dropout if rng is not None else 0.0
+        drawn = p > 0 and not (h.is_cuda and isinstance(rng, SeededDropout))
+        # torch's attention draws dropout from a state of its own; and where oneDNN multiplies, its
+        # small products take up to five times as long as whole ones.
+        if not drawn and not (whole_vectors.active and T <= 512):
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
         else:
-            # Written out, because the fused kernels draw their dropout from a state of their own.
-            score = (q @ k.transpose(-1, -2)).float() / math.sqrt(K)  # (B, H, T, T)
+            score = wide((q / math.sqrt(K)) @ k.mT)  # (B, H, T, T)
             if mask is not None:
-                score = score.masked_fill(~mask, -math.inf)
-            probability = score.softmax(-1)
-            probability = rng.dropout(probability, p, self.site + 2)
+                score = score + score.new_zeros(mask.shape).masked_fill_(~mask, NEVER)
+            probability = dropout(score.softmax(-1), p, rng, self.site + 2)
             a = probability.to(v.dtype) @ v  # (B, H, T, K)
         return a.transpose(1, 2).reshape(B, -1, D)
 

@@ -155,6 +155,8 @@ def evaluate_model(
         what = f"The device has no memory for the model and {at_once} sequences at once."
         fix = "use --device cpu, or a device with more memory"
         raise ElectraError(what, where=str(runtime.device), fix=fix) from error
+    finally:
+        runtime.leave()
     return {
         **found.as_dict(),
         "unigram_entropy": unigram_entropy(counts),

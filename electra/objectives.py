@@ -215,7 +215,8 @@ class Objective(nn.Module):
         """L_MLM = E(Σ_{i in m} −log p_G(x_i | x_masked)), and how many guesses are right."""
         original = batch.x.gather(1, m.at)  # (B, M)
         if guess is None:
-            nll = F.cross_entropy(wide(logits).flatten(0, 1), original.flatten(), reduction="none")
+            logits = wide(logits)  # before argmax, too: a CPU searches bfloat16 one by one
+            nll = F.cross_entropy(logits.flatten(0, 1), original.flatten(), reduction="none")
             guess = Guess(nll.view_as(original), logits.argmax(-1))
         loss = (guess.nll * m.valid).sum() / batch.masked.clamp(min=1)
         return loss, ((guess.best == original) & m.valid).sum()

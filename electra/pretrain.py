@@ -77,15 +77,13 @@ def pretrain(
     # Read before the run is entered, so that a resumed run computes with the same thread count.
     before = record_of(out)
     runtime = runtimes.start(config.run, threads=before.get("threads"))
-    if config.data.batch_size % runtime.world:
-        raise ElectraError(
-            f"A global batch of {config.data.batch_size} cannot be split over "
-            f"{runtime.world} processes.",
-            where="data.batch_size",
-            fix="use a batch size that is a multiple of the number of processes",
-        )
     with StopRequest() as stop:
         try:
+            if config.data.batch_size % runtime.world:
+                what = f"A global batch of {config.data.batch_size} cannot be split over "
+                what += f"{runtime.world} processes."
+                fix = "use a batch size that is a multiple of the number of processes"
+                raise ElectraError(what, where="data.batch_size", fix=fix)
             _check_tokens(corpus, runtime, stop)
             with exclusive(out) if runtime.is_main else contextlib.nullcontext():
                 changed: list[str] = []

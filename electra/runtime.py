@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,8 @@ class Runtime:
     rank: int = 0
     world: int = 1
     is_first_here: bool = True  # of its machine's processes: does what one of them has to do there
-    owns_group: bool = False
-    owns_determinism: bool = False
     store: Any = None  # where processes leave word for each other when something goes wrong
+    at_leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def is_main(self) -> bool:
@@ -108,11 +107,8 @@ class Runtime:
             return first, bytes(letters.tolist()).decode()
 
     def leave(self) -> None:
-        """End the process group and deterministic mode, if they were started here."""
-        if self.owns_group:
-            dist.destroy_process_group()
-        if self.owns_determinism:
-            torch.use_deterministic_algorithms(False)
+        """End what was started here of the process group, deterministic mode and whole vectors."""
+        self.at_leave.close()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over all processes, in place."""
@@ -218,13 +214,14 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    owns_group = world > 1 and not dist.is_initialized()
-    store: Any = None
-    if owns_group:
+    at_leave, store = contextlib.ExitStack(), None
+    if world > 1 and not dist.is_initialized():
         limit = timedelta(seconds=config.timeout_seconds)
         store, rank, world = _join_group("nccl" if wants_cuda else "gloo", limit)
-    owns_determinism = config.deterministic and not torch.are_deterministic_algorithms_enabled()
+        at_leave.callback(dist.destroy_process_group)
     if config.deterministic:
+        if not torch.are_deterministic_algorithms_enabled():
+            at_leave.callback(torch.use_deterministic_algorithms, False)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # With warnings alone torch's attention would go on adding up its gradients in any order.
         torch.use_deterministic_algorithms(True)
@@ -233,6 +230,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     dtype = _dtype(config, on_gpu=wants_cuda)
     if not wants_cuda:
         _keep_freed_memory()
+        at_leave.enter_context(whole_vectors)
     compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
     # torch unpickles what it compiled before. By default that is in a folder in which anybody can
     # prepare files, under a key that does not change when an operator of ours does.
@@ -256,9 +254,8 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
         world=world,
         # Where a launcher does not number the processes of a machine, each of them is the first.
         is_first_here=rank == 0 or int(os.environ.get("LOCAL_RANK", 0)) == 0,
-        owns_group=owns_group,
-        owns_determinism=owns_determinism,
         store=store,
+        at_leave=at_leave,
     )
 
 
@@ -317,6 +314,68 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+class _WholeVectors(contextlib.ContextDecorator):
+    """Inside, AMD's processors multiply float32 matrices with all of their vector units.
+
+    torch does it by MKL, which uses half of their width. oneDNN uses all, twice as fast; torch asks
+    it only where bfloat16 is said to be precise enough, which oneDNN then computes in float32 all
+    the same, as these processors have no faster way.
+    """
+
+    _torchs: Any = torch.backends.mkldnn
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._before = threading.Lock(), 0, "none"
+
+    def __enter__(self) -> None:
+        if self.pay:
+            self._begin()
+
+    def __exit__(self, *_: object) -> None:
+        if self.pay:
+            self._end()
+
+    @property
+    def active(self) -> bool:
+        """Whether a block is open in which products are computed this way."""
+        return self._blocks > 0
+
+    def _begin(self) -> None:
+        with self._lock:  # the setting is that of the process: the last block puts it back
+            if self._blocks == 0:
+                self._before = self._torchs.matmul.fp32_precision
+                self._torchs.matmul.fp32_precision = "bf16"
+            self._blocks += 1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if self._blocks == 0:
+                self._torchs.matmul.fp32_precision = self._before
+
+    @functools.cached_property
+    def pay(self) -> bool:
+        """Whether that is so on this processor, and the products are float32's: tried, since a
+        later oneDNN could take the permission at its word."""
+        try:
+            told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        if "AuthenticAMD" not in told or " avx512f" not in told or " amx_tile" in told:
+            return False
+        a = torch.arange(2.0**18).sin().view(1024, 256)
+        self._begin()
+        try:
+            product = a.T @ a
+        finally:
+            self._end()
+        exact = a.T.double() @ a.double()
+        return bool((product - exact).norm() < 1e-6 * exact.norm())
+
+
+whole_vectors = _WholeVectors()
 
 
 @functools.cache

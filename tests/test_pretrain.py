@@ -1747,10 +1747,11 @@ def test_a_deterministic_run_does_not_fill_memory_before_it_is_written(
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     try:
-        runtimes.start(RunConfig(device="cpu", threads=1, deterministic=True))
+        runtime = runtimes.start(RunConfig(device="cpu", threads=1, deterministic=True))
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert not torch.empty(2**16).isnan().all()
+        runtime.leave()
     finally:
         torch.use_deterministic_algorithms(False)
 

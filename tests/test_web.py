@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from electra.cli import ServeCommand, UiCommand
+from electra.commands import ServeCommand, UiCommand
 from electra.errors import ElectraError
 from electra.use import web
 

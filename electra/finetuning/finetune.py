@@ -113,8 +113,7 @@ def finetune(
         RunConfig(compile=config.compile if pays else "no", **same), threads=before.get("threads")
     )
     run = _Run(config, encoder, data, runtime, out)
-    with exclusive(out), StopRequest() as stop, contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(runtime.leave)
+    with runtime.at_leave, exclusive(out), StopRequest() as stop:
         run.enter(before)
         done = {seed: result for seed in run.seeds if (result := run.result(seed))}
         for seed in done:  # a kill may have come before they were deleted

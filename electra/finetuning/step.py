@@ -32,7 +32,7 @@ from ..errors import NumericError
 from ..formats.hf import LoadedEncoder
 from ..optim import Adam, learning_rate
 from ..randomness import SeededDropout
-from ..runtime import Runtime
+from ..runtime import Runtime, whole_vectors
 from . import metrics, squad, tasks
 from .features import BUCKETS, DeviceFeatures, Features, Plan, encode_texts, encode_words
 from .heads import TaskModel, build_head, initialise_head
@@ -362,6 +362,7 @@ class Trainer:
         return {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
 
 
+@whole_vectors
 @torch.no_grad()
 def predict(
     model: TaskModel,

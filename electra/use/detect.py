@@ -26,6 +26,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import ElectraError
 from ..formats.hf import Pretrained, load_pretrained
 from ..formats.layout import Network, build_discriminator, build_generator
+from ..runtime import whole_vectors
 
 _SUSPICIOUS = 0.5  # P(replaced) from which alternatives are asked for
 LIKELY = 0.01  # the generator's probability from which an alternative is worth naming
@@ -124,6 +125,7 @@ class Row:
         return x
 
 
+@whole_vectors
 def detect(model: Path | Pretrained, text: str, *, alternatives: int = 3) -> Detection:
     """P(replaced) of every token of `text`, by a model or the one in a directory.
 

@@ -33,6 +33,7 @@ from ..data.tokenizer import LineEncoder, take_runs
 from ..errors import ElectraError, Stopped
 from ..files import fsync_dir, json_bytes, storage_errors, write_atomic
 from ..formats.hf import LoadedEncoder, load_encoder
+from ..runtime import whole_vectors
 
 Pooling = Literal["mean", "cls"]
 Vectors = NDArray[np.float32]
@@ -176,6 +177,7 @@ class Embedder:
             end = begin
         return vectors, futures
 
+    @whole_vectors
     @torch.inference_mode()
     def _pooled(self, tokens: NDArray[np.uint32], counts: NDArray[np.int64]) -> Vectors:
         """(B, D) of B lines, whose tokens without [CLS] and [SEP] come back to back."""

@@ -40,6 +40,7 @@ from ..finetuning.heads import Head, TaskModel
 from ..finetuning.squad import Question
 from ..finetuning.step import predict
 from ..formats import hf, layout
+from ..runtime import whole_vectors
 from . import web
 from .detect import cut, verdict, with_generator
 
@@ -356,6 +357,7 @@ class Batcher:
             return jobs
 
 
+@whole_vectors
 @torch.inference_mode()
 def _compute(jobs: Sequence[_Job]) -> None:
     """Answer requests of one endpoint; those that fail, fail alone."""

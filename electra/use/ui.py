@@ -42,6 +42,7 @@ from ..finetuning.features import encode_texts
 from ..finetuning.step import predict
 from ..formats import hf, layout
 from ..randomness import Purpose, StepRng
+from ..runtime import whole_vectors
 from ..studies.records import HELD_OUT, is_finite, read_log, read_pretraining, read_results
 from . import web
 from .detect import LIKELY, Row, cut, hidden_in_turn, probabilities, with_generator
@@ -340,6 +341,7 @@ def _pieces(encoding: Any, text: str) -> list[Json]:
     return pieces
 
 
+@whole_vectors
 @torch.no_grad()
 def corrupt(
     model: hf.Pretrained, text: str, masked: list[int] | None, seed: int, forced: dict[int, int]
@@ -412,6 +414,7 @@ def _guess(model: hf.Pretrained, rows: list[Row], x: Tensor, at: Tensor) -> Tens
     return head(torch.cat(states), encoder.embeddings.word.weight)
 
 
+@whole_vectors
 @torch.no_grad()
 def explore(model: hf.Pretrained, text: str) -> Json:
     """How surprising each token is to either network, and what every head looks at.
