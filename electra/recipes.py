@@ -113,16 +113,9 @@ def speedrun(minutes: int) -> PretrainConfig:
     return PretrainConfig(
         name=f"speedrun-{minutes}",
         encoder=EncoderConfig(init="local", dropout=0.0, attention_dropout=0.0),
-        objective=ObjectiveConfig(mask_percent=20.0),
         optim=OptimConfig(
-            kind="muon",
-            muon_rate=1.2e-3,
-            learning_rate=6e-4,
-            generator_rate=0.5,
-            warmup_steps=1000,
-            average=0.999,
+            kind="muon", muon_rate=8e-4, warmup_steps=2000, schedule="wsd", decay_percent=40.0
         ),
-        data=DataConfig(batch_size=256, examples_per_row=2),
         run=RunConfig(minutes=float(minutes)),  # these end it, not the million steps
     )
 

@@ -178,7 +178,7 @@ def test_speedruns_are_small_and_differ_in_their_minutes() -> None:
     sized = {f"encoder.{name}" for name in (*sizes, "max_positions")}  # what transformers loads
     assert not changes(recipe("small"), runs[5]).keys() & (sized | {"objective.kind"})
     assert runs[5].encoder.dropout == 0.0
-    assert (runs[5].optim.kind, runs[5].optim.schedule) == ("muon", "then")
+    assert (runs[5].optim.kind, runs[5].optim.schedule) == ("muon", "wsd")
 
 
 RELEASED = {
