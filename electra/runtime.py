@@ -18,11 +18,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from .config import RunConfig
 from .errors import ElectraError, LostProcess, StopRequest
 
+_kept = deque["dist.Work"](maxlen=1)
 _GRACE = timedelta(seconds=5)  # in which a process that is alive notices that another is not
 
 
@@ -75,7 +77,11 @@ class Runtime:
             return value
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
         with self.together():
-            dist.broadcast(shared, src=0)
+            work = cast("dist.Work", dist.broadcast(shared, src=0, async_op=True))
+            work.wait()
+            # A thread of gloo's drops what is finished when it gets to it, the tensor with it: were
+            # that after Python has ended, the process would abort.
+            _kept.append(work)
             return float(shared.item())
 
     def any(self, flag: bool) -> bool:
@@ -123,6 +129,8 @@ class Runtime:
         try:
             yield
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             self.report("")
             for rank, word in roll_call(self.store, "word", self.world, _GRACE).items():
                 if word != "":
@@ -213,50 +221,61 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
     if wants_cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    at_leave, store = contextlib.ExitStack(), None
-    if world > 1 and not dist.is_initialized():
-        limit = timedelta(seconds=config.timeout_seconds)
-        store, rank, world = _join_group("nccl" if wants_cuda else "gloo", limit)
-        at_leave.callback(dist.destroy_process_group)
-    if config.deterministic:
-        if not torch.are_deterministic_algorithms_enabled():
-            at_leave.callback(torch.use_deterministic_algorithms, False)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # With warnings alone torch's attention would go on adding up its gradients in any order.
-        torch.use_deterministic_algorithms(True)
-        # Memory need not be filled before it is written: that shows mistakes, and takes time.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    dtype = _dtype(config, on_gpu=wants_cuda)
-    if not wants_cuda:
-        _keep_freed_memory()
-        at_leave.enter_context(whole_vectors)
-    compiled = wants_cuda if config.compile == "auto" else config.compile == "yes"
+    with contextlib.ExitStack() as at_leave:  # also left where something below is refused
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        store: Any = None
+        if world > 1 and not dist.is_initialized():
+            limit = timedelta(seconds=config.timeout_seconds)
+            store, rank, world = _join_group("nccl" if wants_cuda else "gloo", limit)
+            at_leave.callback(dist.destroy_process_group)
+        if config.deterministic:
+            _determine(at_leave)
+        dtype = _dtype(config, on_gpu=wants_cuda)
+        if not wants_cuda:
+            _keep_freed_memory()
+            at_leave.enter_context(whole_vectors)
+        compiled, graph = _ways(config, on_gpu=wants_cuda, world=world)
+        threads = config.threads or threads or fastest_threads()
+        torch.set_num_threads(threads)
+        return Runtime(
+            device=device,
+            dtype=dtype,
+            compiled=compiled,
+            cuda_graph=graph,
+            threads=threads,
+            rank=rank,
+            world=world,
+            # Where a launcher numbers no processes of a machine, each of them is the first.
+            is_first_here=rank == 0 or int(os.environ.get("LOCAL_RANK", 0)) == 0,
+            store=store,
+            at_leave=at_leave.pop_all(),
+        )
+
+
+def _determine(at_leave: contextlib.ExitStack) -> None:
+    if not torch.are_deterministic_algorithms_enabled():
+        at_leave.callback(torch.use_deterministic_algorithms, False)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # With warnings alone torch's attention would go on adding up its gradients in any order.
+    torch.use_deterministic_algorithms(True)
+    # Memory need not be filled before it is written: that shows mistakes, and takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _ways(config: RunConfig, *, on_gpu: bool, world: int) -> tuple[bool, bool]:
+    """Whether the step is compiled, and whether it is recorded as a CUDA graph."""
+    compiled = on_gpu if config.compile == "auto" else config.compile == "yes"
     # torch unpickles what it compiled before. By default that is in a folder in which anybody can
     # prepare files, under a key that does not change when an operator of ours does.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     own = f"{cache}/electra/compiled/{source_hash()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", own)
-    graph = wants_cuda and world == 1 if config.cuda_graph == "auto" else config.cuda_graph == "yes"
-    if graph and not wants_cuda:
+    graph = on_gpu and world == 1 if config.cuda_graph == "auto" else config.cuda_graph == "yes"
+    if graph and not on_gpu:
         raise ElectraError(
             "A CUDA graph needs a CUDA device.", where="run.cuda_graph", fix="use auto or no"
         )
-    threads = config.threads or threads or fastest_threads()
-    torch.set_num_threads(threads)
-    return Runtime(
-        device=device,
-        dtype=dtype,
-        compiled=compiled,
-        cuda_graph=graph,
-        threads=threads,
-        rank=rank,
-        world=world,
-        # Where a launcher does not number the processes of a machine, each of them is the first.
-        is_first_here=rank == 0 or int(os.environ.get("LOCAL_RANK", 0)) == 0,
-        store=store,
-        at_leave=at_leave,
-    )
+    return compiled, graph
 
 
 def _join_group(backend: str, limit: timedelta) -> tuple[Any, int, int]:

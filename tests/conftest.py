@@ -37,7 +37,7 @@ from electra.data.corpus import Corpus, prepare
 from electra.data.tokenizer import Tokenizer, train_tokenizer
 from electra.objectives import Batch, Objective, SpecialIds, build_objective
 from electra.randomness import StepRng
-from electra.runtime import Runtime
+from electra.runtime import Runtime, whole_vectors
 
 SEQUENCE_LENGTH = 23
 
@@ -59,6 +59,7 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)
+    assert not whole_vectors.active, "a runtime was started and not left"
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -24,12 +24,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import runtime
 from safetensors.numpy import load_file
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 
-from electra import cli, recipes, runtime
-from electra.config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
+from electra import cli, recipes
+from electra import runtime as runtimes
+from electra.config import EncoderConfig, FinetuneConfig, to_dict
 from electra.data.tokenizer import Tokenizer
 from electra.encoder import Embeddings, Encoder, initialise
 from electra.errors import CorruptError, ElectraError, Stopped
@@ -272,8 +274,7 @@ def trainer_of(
     per_epoch = -(-len(features) // 4)
     given = {"batch_size": 4, "epochs": STEPS / per_epoch, "layer_decay": 0.8} | off | changes
     config = settings(task, learning_rate=5e-3, weight_decay=0.01, **given)
-    here = runtime.start(RunConfig(device="cpu", threads=1))
-    trainer = Trainer(encoder_of(tokenizer), features, task, outputs, config, here)
+    trainer = Trainer(encoder_of(tokenizer), features, task, outputs, config, runtime())
     assert trainer.steps == STEPS
     return begun(trainer)
 
@@ -952,7 +953,7 @@ def test_a_continued_run_keeps_its_threads(
 ) -> None:
     """Not what another measurement finds: sums would be rounded otherwise."""
     tune(tmp_path, threads=1)
-    monkeypatch.setattr(runtime, "fastest_threads", lambda: 2)
+    monkeypatch.setattr(runtimes, "fastest_threads", lambda: 2)
     tune(tmp_path, threads=None, seeds=2)
     assert json.loads((tmp_path / "finetune.json").read_bytes())["threads"] == 1
 
@@ -1607,8 +1608,7 @@ def test_a_sentence_of_many_rows_is_answered_whole(tokenizer: Tokenizer) -> None
     data = TextData(Loaded(TAGS, {"train": part, "dev": part}), tokenizer, settings(TAGS))
     assert len(data.splits["dev"]) > 3
     encoder = encoder_of(tokenizer, noise=0.3)
-    here = runtime.start(RunConfig(device="cpu", threads=1))
-    trainer = Trainer(encoder, data.train, TAGS, 2, settings(TAGS), here)
+    trainer = Trainer(encoder, data.train, TAGS, 2, settings(TAGS), runtime())
     found = predict(trainer.model, data.splits["dev"], torch.device("cpu"), batch=2)
     answers = data.answers(found, data.splits["dev"])
     assert [len(row) for row in answers] == [1, 50, 2]

@@ -1371,6 +1371,6 @@ def test_what_was_compiled_is_kept_apart_by_source(
     places = list[str]()
     for source in ("now", "then"):
         monkeypatch.setattr(runtime, "source_hash", lambda source=source: source)
-        runtime.start(RunConfig(device="cpu", threads=1))
+        runtime.start(RunConfig(device="cpu", threads=1)).leave()
         places.append(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
     assert places == [f"{tmp_path}/electra/compiled/{name}" for name in ("now", "then")]
