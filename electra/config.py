@@ -307,9 +307,10 @@ class RunConfig(Settings):
     kernels: Literal["auto", "yes", "no"] = "auto"
     """Own kernels for whole blocks of the encoders; auto uses them on an H100, H200 or B200 where
     they fit."""
-    sharding: Literal["none", "optimizer"] = "none"
+    sharding: Literal["none", "optimizer", "weights"] = "none"
     """With several processes, optimizer: each has a share of Adam's moments and updates that share
-    of the weights; the same run in less memory."""
+    of the weights; the same run in less memory. weights: each has a share of the weights and
+    gradients as well (FSDP2); in the least memory, but not compiled, and slower."""
     deterministic: bool = False
     """Bit-equal repeats on a GPU as well (a CPU gives them for equal run.threads); slower."""
     threads: Count | None = None
@@ -369,10 +370,12 @@ class PretrainConfig:
             what = "The two towers of electric read in one direction, the discriminator in both."
             fix = "set generator.sharing to embeddings"
             raise ElectraError(what, where="generator.sharing", fix=fix)
-        if self.optim.kind == "muon" and self.run.sharding == "optimizer":
+        if self.optim.kind == "muon" and self.run.sharding != "none":
             what = "Muon turns whole matrices, of which a share of the optimizer has parts."
             fix = "set run.sharding to none, or optim.kind to adam"
             raise ElectraError(what, where="run.sharding", fix=fix)
+        if self.run.sharding == "weights":
+            self._check_weights_in_shares()
         if o.kind == "electric" and self.data.examples_per_row > 1:
             what = "The two towers of electric read a sequence from end to end."
             fix = "set data.examples_per_row to 1"
@@ -392,6 +395,20 @@ class PretrainConfig:
         if self.run.minutes is not None:
             what = "two_stage changes over at half of the steps, which minutes do not tell."
             raise ElectraError(what, where="run.minutes", fix="use run.train-steps alone")
+
+    def _check_weights_in_shares(self) -> None:
+        """What takes weights as a whole, or the step as one."""
+        for name in ("compile", "cuda_graph", "kernels"):
+            if getattr(self.run, name) == "yes":
+                what = "Weights in shares are gathered layer by layer, in the middle of the step."
+                fix = "leave it at auto, or set run.sharding to optimizer"
+                raise ElectraError(what, where=f"run.{name}", fix=fix)
+        if self.objective.algorithm == "two_stage":
+            what = "The second stage starts from a copy of whole weights."
+            raise ElectraError(what, where="run.sharding", fix="set run.sharding to optimizer")
+        if self.data.micro_batch == "auto":
+            what = "Processes that share weights cannot try sizes each by itself."
+            raise ElectraError(what, where="data.micro_batch", fix="give a number")
 
     def _check_generator(self) -> None:
         """What is asked of the generator, or of its place beside the discriminator."""

@@ -42,13 +42,14 @@ class Encoder(nn.Module):
             Block(config, site=site + 3 * i + 1, layer=i) for i in range(config.layers)
         )
         self.site = site  # first dropout key; every dropout in the encoder has its own
+        self.narrow: torch.dtype | None = None  # set from outside: FSDP2 keeps float32 weights
 
     @property
     def working_dtype(self) -> torch.dtype:
         """The type the linear layers compute in."""
         first = self.blocks[0]
         assert isinstance(first, Block)
-        return first.up.weight.dtype
+        return self.narrow or first.up.weight.dtype
 
     def forward(
         self,

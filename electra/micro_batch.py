@@ -99,7 +99,7 @@ def device_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
         if (at_work := trainer()) is None:
             what = "The device has no memory for the model and its optimizer."
             fix = "use a smaller model or a device with more memory; several processes can share "
-            fix += "Adam's moments (--run.sharding optimizer)"
+            fix += "it (--run.sharding weights)"
             raise ElectraError(what, where="encoder", fix=fix) from error
         size = at_work.at_once
         fix = f"--data.micro-batch {size // 2} gives the same gradients in less memory"

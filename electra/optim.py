@@ -28,7 +28,7 @@ _WINDOW, _SIGMAS = 128, 6.0  # of the rule for spikes, as in OLMo-core
 QUINTIC = 3.4445, -4.7750, 2.0315  # coefficients of the Muon paper: x, x³, x⁵
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Where one parameter lives in the flat buffers."""
 
     name: str
@@ -81,7 +81,8 @@ class Adam:
         self.config = config
         self.exchange = exchange or Exchange()
         multipliers = multipliers or {}
-        self.slots, self._working, size = _laid_out(module, copies=working_dtype != torch.float32)
+        copies = working_dtype != torch.float32
+        self.slots, self._working, size = _laid_out(module, self.held, copies=copies)
         named = dict(module.named_parameters())
         self.parameters = [named[slot.name] for slot in self.slots]
         device = self.parameters[0].device
@@ -132,7 +133,7 @@ class Adam:
         turned = {name for name in hidden if multipliers.get(name, 1.0)}
         parts = self._stretches(lambda name: name in turned).get(True, [])
         self._momenta = [(self.grad[part], self.m[part]) for part in parts]  # of Muon's matrices
-        self._gram, self._own = by_gram(device), kernel
+        self._gram, self._by_kernel = by_gram(device), kernel
         self._families = self._by_shape(multipliers, turned)
         groups = len(factors) + len(self._families)
         many = device.type == "cuda" and groups > 2
@@ -165,6 +166,10 @@ class Adam:
             parameter.register_hook(partial(self._arrive, i))
             for i, parameter in enumerate(self.parameters if self.exchange.pieces > 1 else [])
         ]
+
+    def held(self, whole: Tensor) -> Tensor:
+        """What the buffers hold of a parameter."""
+        return whole
 
     def _decay(self, name: str) -> float:
         return self.config.weight_decay if is_decayed(name) else 0.0
@@ -413,9 +418,9 @@ class Adam:
         """O(u) of the stacks of a family, in the type it is computed in."""
         if self._gram:
             dtype = torch.float16 if us[0].is_cuda else torch.float32
-            if self._own and all(kernels.turns(u) for u in us):
+            if self._by_kernel and all(kernels.turns(u) for u in us):
                 return [kernels.orthogonal(u, dtype, QUINTIC) for u in us]
-            return orthogonal_by_gram(us, dtype, kernel=self._own)
+            return orthogonal_by_gram(us, dtype, kernel=self._by_kernel)
         return [orthogonal(u, torch.bfloat16 if u.is_cuda else torch.float32) for u in us]
 
     def _is_spike(self, norm: Tensor) -> Tensor:
@@ -493,31 +498,35 @@ class Adam:
                 what = f"Saved tensors do not fit this model: {', '.join(odd[:5])} …"
                 raise CorruptError(what, where, fix)
             whole = own if len(own) == len(self.master) else torch.zeros(len(self.master))
-            for slot in self.slots:
-                tensor, shape = given[slot.name], tuple(slot.shape)
-                if tensor.shape != slot.shape:
+            for slot, parameter in zip(self.slots, self.parameters, strict=True):
+                tensor, shape = given[slot.name], tuple(parameter.shape)
+                if tensor.shape != shape:
                     what = f"{slot.name} has shape {tuple(tensor.shape)}, expected {shape}."
                     raise CorruptError(what, where, fix)
-                slot.of(whole).copy_(tensor)
+                slot.of(whole).copy_(self.held(tensor))
             if whole is not own:
                 own.copy_(self.exchange.mine(whole).flatten())
         self._refresh()
 
 
-def _laid_out(module: nn.Module, *, copies: bool) -> tuple[list[_Slot], slice, int]:
-    """Where each parameter lies, which stretch has working copies, and the length of all.
+def _laid_out(
+    module: nn.Module, held: Callable[[Tensor], Tensor], *, copies: bool
+) -> tuple[list[Slot], slice, int]:
+    """Where each parameter, or what is held of it, lies, which stretch has working copies, and the
+    length of all.
 
     Order: embeddings | linear weights | linear biases | norms. What decays comes first and what
     has a working copy is contiguous, so both are slices.
     """
     linear = [m for m in module.modules() if copies and isinstance(m, nn.Linear)]
     working = {id(p) for m in linear for p in m.parameters(recurse=False)}
-    slots, start, bounds = list[_Slot](), 0, [0]
+    slots, start, bounds = list[Slot](), 0, [0]
     for decays, works in ((True, False), (True, True), (False, True), (False, False)):
         for name, parameter in module.named_parameters():
             if is_decayed(name) == decays and (id(parameter) in working) == works:
-                slots.append(_Slot(name, start, parameter.shape))
-                start += -(-parameter.numel() // _ALIGN) * _ALIGN
+                shape = held(torch.empty(parameter.shape, device="meta")).shape
+                slots.append(Slot(name, start, shape))
+                start += -(-shape.numel() // _ALIGN) * _ALIGN
         bounds.append(start)
     return slots, slice(bounds[1], bounds[3]), start
 

@@ -445,12 +445,20 @@ class Run:
         return values
 
     def held_out(self) -> bool:
-        """Evaluate on held-out text, in the main process; False if a signal cut that short."""
-        if not self.runtime.is_main or not len(self.corpus.held_out):
+        """Evaluate on held-out text, in the main process, or in all where each has but a share of
+        the weights; False if a signal cut that short."""
+        in_shares = self.trainer.in_shares
+        if not (self.runtime.is_main or in_shares) or not len(self.corpus.held_out):
             return True
-        asked = self.stop if self.trainer.may_stop else lambda: False
+
+        def asked() -> bool:
+            if not self.trainer.may_stop:
+                return False
+            return self.runtime.any(self.stop()) if in_shares else self.stop()
+
+        all_at_work = self.runtime.together() if in_shares else contextlib.nullcontext()
         try:
-            with self.trainer.optimizer.averaged():
+            with all_at_work, self.trainer.optimizer.averaged():
                 result = self._judge(self.config.run.eval_batches, asked)
         except Stopped:
             return False

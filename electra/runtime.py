@@ -264,7 +264,8 @@ def _determine(at_leave: contextlib.ExitStack) -> None:
 
 def _ways(config: RunConfig, *, on_gpu: bool, world: int) -> tuple[bool, bool]:
     """Whether the step is compiled, and whether it is recorded as a CUDA graph."""
-    compiled = on_gpu if config.compile == "auto" else config.compile == "yes"
+    in_shares = config.sharding == "weights" and world > 1
+    compiled = on_gpu and not in_shares if config.compile == "auto" else config.compile == "yes"
     # torch unpickles what it compiled before. By default that is in a folder in which anybody can
     # prepare files, under a key that does not change when an operator of ours does.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

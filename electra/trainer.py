@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,17 +93,25 @@ class Trainer:
         self.has_kernels = use_kernels(objective, config, runtime)
         # The first step that this optimizer makes: the second of two stages has one of its own.
         self.first_step = (config.switch_step or 0) if objective.stage == "discriminator" else 0
-        self.optimizer = Adam(
-            objective,
-            config.optim,
-            working_dtype=runtime.dtype,
-            multipliers={
-                **dict.fromkeys(objective.generators_own(), config.optim.generator_rate),
-                **dict.fromkeys(self.idle, 0.0),
-            },
-            exchange=Exchange(runtime, sharded=config.run.sharding == "optimizer"),
-            kernel=self.has_kernels,
-        )
+        multipliers = {
+            **dict.fromkeys(objective.generators_own(), config.optim.generator_rate),
+            **dict.fromkeys(self.idle, 0.0),
+        }
+        self.in_shares = shares_weights(config, runtime)
+        if self.in_shares:
+            from . import fsdp  # its imports take a second
+
+            fsdp.share(objective, runtime)
+            self.optimizer = fsdp.ShardedAdam(objective, config.optim, runtime, multipliers)
+        else:
+            self.optimizer = Adam(
+                objective,
+                config.optim,
+                working_dtype=runtime.dtype,
+                multipliers=multipliers,
+                exchange=Exchange(runtime, sharded=config.run.sharding == "optimizer"),
+                kernel=self.has_kernels,
+            )
         self.forward: Callable[[Batch, StepRng], Losses] = objective
         # The same in two parts, where the generator learns first.
         self.parts: tuple[Callable[..., Any], Callable[..., Losses]] | None = None
@@ -143,7 +151,7 @@ class Trainer:
             return torch.compile(work, fullgraph=True, dynamic=False, backend=backend)
 
         self.forward = compiled(o)
-        if isinstance(o, WithGenerator) and o.generator_is_first:
+        if isinstance(o, WithGenerator) and o.generator_is_first and not self.in_shares:
             self.parts = compiled(o.generate_alone), compiled(o.learn)
         if self.runtime.world == 1:  # some seventy small operations around the networks
             self.read, self.note = compiled(Block.batch), compiled(Meter.add_losses)
@@ -180,12 +188,7 @@ class Trainer:
                 losses = learn(k, mlm.detach(), correct, batch, rng)
             if last := i == len(self.micro_batches) - 1:
                 self.optimizer.expect(first=i == 0, earlier=earlier)
-            grads = torch.autograd.grad(
-                losses.total,
-                self.optimizer.parameters,
-                allow_unused=bool(self.idle or earlier),
-                materialize_grads=bool(self.idle),
-            )
+            grads = self.gradients(losses.total, may_miss=bool(self.idle or earlier))
             self.note(self.meter, losses._replace(total=losses.total.detach()))
             if last:  # of all processes: losses are shares of the global mean, so they add up
                 self.optimizer.finish(grads)
@@ -194,6 +197,20 @@ class Trainer:
         rate = self.rates.index_select(0, self.slot.view(1))[0]
         norm = self.optimizer.step(rate, self.counter - self.first_step)
         self.close(self.meter, self.block, norm, self.slot, self.counter, self.config)
+
+    def gradients(self, loss: Tensor, *, may_miss: bool) -> Sequence[Tensor]:
+        """Of this process's loss; where weights are in shares, this process's rows of the sum."""
+        if self.in_shares:
+            from .fsdp import take_gradients
+
+            loss.backward()
+            return take_gradients(self.optimizer.parameters)
+        return torch.autograd.grad(
+            loss,
+            self.optimizer.parameters,
+            allow_unused=may_miss,
+            materialize_grads=bool(self.idle),
+        )
 
     # ------------------------------------------------------------------ around it
 
@@ -236,6 +253,9 @@ class Trainer:
     def step(self) -> None:
         if self._graph is not None:
             self._graph.replay()
+        elif self.in_shares:  # weights come and go in the middle of it
+            with self.runtime.together():
+                self.train_step()
         else:
             self.train_step()
         self._left -= 1
@@ -387,9 +407,16 @@ class Trainer:
         self.counter.fill_(step)
 
 
+def shares_weights(config: PretrainConfig, runtime: Runtime) -> bool:
+    """Whether each process has some rows of each parameter only."""
+    return config.run.sharding == "weights" and runtime.world > 1
+
+
 def use_kernels(objective: Objective, config: PretrainConfig, runtime: Runtime) -> bool:
     """Let the blocks compute with their own kernels, where that is wanted and they fit."""
     reasons = [fused.unfit(config, runtime.dtype, padded=objective.padded)]
+    if shares_weights(config, runtime):
+        reasons.append("weights in shares")
     if not kernels.available():
         reasons.append("anything without Triton")
     if runtime.device.type != "cuda":

@@ -1183,6 +1183,13 @@ def test_disentangled_tables_are_merged_in_an_export_from_which_training_continu
             KINDS["two_stage"] | {"objective_disc_start_percent": 5.0},
             "objective.disc_start_percent",
         ),
+        ({"run_sharding": "optimizer", "optim_kind": "muon"}, "run.sharding"),
+        ({"run_sharding": "weights", "optim_kind": "muon"}, "run.sharding"),
+        (KINDS["two_stage"] | {"run_sharding": "weights"}, "run.sharding"),
+        ({"run_sharding": "weights", "run_compile": "yes"}, "run.compile"),
+        ({"run_sharding": "weights", "run_cuda_graph": "yes"}, "run.cuda_graph"),
+        ({"run_sharding": "weights", "run_kernels": "yes"}, "run.kernels"),
+        ({"run_sharding": "weights", "data_micro_batch": "auto"}, "data.micro_batch"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

@@ -26,9 +26,11 @@ import torch.multiprocessing as mp
 from conftest import runtime
 from test_pretrain import assert_same_run
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from electra import checkpoint, exchange
 from electra import runtime as runtimes
+from electra.batches import Batches
 from electra.checkpoint import load_newest, read_checkpoint
 from electra.config import PretrainConfig, from_dict, to_dict
 from electra.data import shards
@@ -83,15 +85,23 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
             signal.raise_signal(signal.SIGTERM)
 
     sharded = with_run(config, sharding="optimizer")
+    in_shares = with_run(config, sharding="weights")
     rare = with_run(config, log_every=5)  # a line that spans the stop
     rare_sharded = with_run(sharded, log_every=5)
+    rare_in_shares = with_run(in_shares, log_every=5)
     write = checkpoint.write_checkpoint
 
     def slow(*given: Any) -> Path:
         time.sleep(0.5)
         return write(*given)
 
-    for name, before in (("stopped", rare_sharded), ("stopped-whole", rare)):
+    begun = {
+        "stopped": rare_sharded,
+        "stopped-whole": rare,
+        "stopped-in-shares": rare_in_shares,
+        "continued-in-shares": rare,
+    }
+    for name, before in begun.items():
         Trainer.step, done[0], checkpoint.write_checkpoint = signalled, 0, slow
         try:
             pretrain(before, corpus, work / "runs" / name, quiet=True)
@@ -108,7 +118,8 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     dist.barrier()
     pretrain(rare, corpus, work / "runs" / "stopped", quiet=True)  # the newest one is damaged
     pretrain(rare_sharded, corpus, work / "runs" / "stopped-whole", quiet=True)
-
+    pretrain(rare, corpus, work / "runs" / "stopped-in-shares", quiet=True)
+    pretrain(rare_in_shares, corpus, work / "runs" / "continued-in-shares", quiet=True)
     # In one piece after the backward pass, and what of the pieces leaves during it.
     exchange.PIECES, pieces = 1, exchange.PIECES
     pretrain(config, corpus, work / "runs" / "at-once", quiet=True)
@@ -128,6 +139,9 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     pretrain(micro, corpus, work / "runs" / "sharded", quiet=True)
     Exchange.send, Adam.finish = send, finish
     (work / f"events-{rank}").write_text("\n".join(events))
+    kept_weights(rank, work, corpus, config, in_shares)
+    micro = replace(in_shares, data=replace(config.data, micro_batch=2))
+    pretrain(micro, corpus, work / "runs" / "in-shares", quiet=True)
 
     learn = ReplacedTokenDetection.learn
     found_by_trying(rank, work, config, corpus)
@@ -146,10 +160,12 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
         weights.append(self.optimizer.master.clone())
 
     Trainer.step = watched
-    pretrain(sharded, corpus, work / "runs" / "poisoned", quiet=True)
+    for name, poisonous in (("poisoned", sharded), ("poisoned-in-shares", in_shares)):
+        weights.clear()
+        pretrain(poisonous, corpus, work / "runs" / name, quiet=True)
+        torch.save(torch.stack(weights), work / f"{name}-{rank}")
     Trainer.step = kept
     ReplacedTokenDetection.learn = learn
-    torch.save(torch.stack(weights), work / f"poisoned-{rank}")
 
     odd = replace(config, data=replace(config.data, batch_size=7))
     try:
@@ -159,6 +175,28 @@ def two_processes(rank: int, work: Path, corpus_path: Path, settings: dict[str, 
     (work / f"writes-{rank}").write_text("\n".join(written))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def kept_weights(
+    rank: int, work: Path, corpus: Corpus, config: PretrainConfig, in_shares: PretrainConfig
+) -> None:
+    """Bytes that each process keeps from step to step, with whole weights and with shares."""
+    sizes: dict[str, int] = {}
+    wide = replace(config.encoder, hidden_size=128, ffn_size=512)  # few numbers are padding
+    for name, each in (("whole", config), ("shares", in_shares)):
+        each = replace(each, encoder=wide)
+        here = runtime(rank=rank, world=2)
+        batches = Batches(corpus.train, each, here)
+        objective = build_objective(each, corpus.vocab_size, SpecialIds(**corpus.special_ids))
+        trainer = Trainer(objective, batches, each, here)
+        o = trainer.optimizer
+        held = {t.untyped_storage() for t in (o.master, o.grad, o.m, o.v, o.mean) if t is not None}
+        held |= {
+            (p.to_local() if isinstance(p, DTensor) else p.data).untyped_storage()
+            for p in o.parameters
+        }
+        sizes[name] = sum(storage.nbytes() for storage in held)
+    (work / f"kept-{rank}").write_bytes(json_bytes(sizes))
 
 
 def found_by_trying(rank: int, work: Path, config: PretrainConfig, corpus: Corpus) -> None:
@@ -332,11 +370,41 @@ def test_both_stop_when_one_is_asked_and_a_damaged_checkpoint_is_set_aside_once(
     pair: Path, rare_lines: Path
 ) -> None:
     """Stopped with shares of the moments, continued with whole ones."""
-    for name in ("stopped-0", "stopped-1", "stopped-whole-0", "stopped-whole-1"):
-        assert (pair / name).exists()
+    for name in ("stopped", "stopped-whole", "stopped-in-shares", "continued-in-shares"):
+        assert (pair / f"{name}-0").exists()
+        assert (pair / f"{name}-1").exists()
     aside = [p.name for p in (pair / "runs" / "stopped" / "checkpoints").glob("damaged-*")]
     assert aside == ["damaged-step-00000006"]
     assert_close_runs(pair / "runs" / "stopped", rare_lines)
+
+
+def test_shares_of_the_weights_train_like_whole_ones(
+    pair: Path, single: Path, rare_lines: Path
+) -> None:
+    """In micro-batches; stopped with shares and continued with whole weights, and vice versa."""
+    likes = {
+        "in-shares": single,
+        "stopped-in-shares": rare_lines,
+        "continued-in-shares": rare_lines,
+    }
+    for name, like in likes.items():
+        assert_close_runs(pair / "runs" / name, like)
+        saved, alone = (load_newest(r / "checkpoints") for r in (pair / "runs" / name, like))
+        assert saved is not None
+        assert alone is not None
+        assert saved.tensors["optimizer"].keys() == alone.tensors["optimizer"].keys()
+        for key, tensor in alone.tensors["optimizer"].items():
+            if key.startswith(("m.", "v.")):
+                torch.testing.assert_close(
+                    tensor, saved.tensors["optimizer"][key], rtol=1e-3, atol=1e-5
+                )
+
+
+def test_a_process_keeps_its_share_of_the_weights_alone(pair: Path) -> None:
+    """Whole: weights, gradients, moments and average. Shares: FSDP2's copy of weights as well."""
+    for rank in (0, 1):
+        sizes = read_json(pair / f"kept-{rank}")
+        assert sizes["shares"] == pytest.approx(sizes["whole"] * 6 / 5 / 2, rel=0.1)
 
 
 @pytest.mark.parametrize("sharding", ["none", "optimizer"])
@@ -359,14 +427,16 @@ def test_processes_agree_on_the_micro_batch_that_fits_in_the_smallest_memory(
             assert torch.equal(tensor, found.tensors[file][name]), (file, name)
 
 
-def test_not_a_number_in_one_process_stops_the_step_in_all(pair: Path) -> None:
-    one, two = (torch.load(pair / f"poisoned-{rank}", weights_only=True) for rank in (0, 1))
-    assert torch.equal(one, two)
-    for step in range(1, STEPS):
-        assert torch.equal(one[step], one[step - 1]) == (step in (2, 3, 7)), step
-    lines = [m for m in read_metrics(pair / "runs" / "poisoned") if m["kind"] == "train"]
+@pytest.mark.parametrize("name", ["poisoned", "poisoned-in-shares"])
+def test_not_a_number_in_one_process_stops_the_step_in_all(pair: Path, name: str) -> None:
+    one, two = (torch.load(pair / f"{name}-{rank}", weights_only=True) for rank in (0, 1))
+    assert torch.equal(one, two) == (name == "poisoned")  # else each has a half
+    for weights in (one, two):
+        for step in range(1, STEPS):
+            assert torch.equal(weights[step], weights[step - 1]) == (step in (2, 3, 7)), step
+    lines = [m for m in read_metrics(pair / "runs" / name) if m["kind"] == "train"]
     assert [m["bad_steps"] for m in lines] == [0, 0, 1, 2, 2, 2, 2, 3, 3, 3]
-    events = [m for m in read_metrics(pair / "runs" / "poisoned") if m["kind"] == "event"]
+    events = [m for m in read_metrics(pair / "runs" / name) if m["kind"] == "event"]
     assert [m["step"] for m in events if "left out" in m["warning"]] == [3, 4, 8]
 
 
@@ -743,6 +813,8 @@ def several_processes(
     corpus = Corpus.open(corpus_path)
     pretrain(config, corpus, work / "whole", quiet=True)
     pretrain(with_run(config, sharding="optimizer"), corpus, work / "sharded", quiet=True)
+    if config.objective.algorithm != "two_stage":
+        pretrain(with_run(config, sharding="weights"), corpus, work / "in-shares", quiet=True)
     dist.destroy_process_group()
 
 
@@ -795,7 +867,7 @@ def test_four_processes_train_like_one_also_in_two_stages(corpus: Corpus, tmp_pa
         pretrain(each, corpus, tmp_path / name / "single", quiet=True)
         arguments = (4, tmp_path / name, corpus.path, to_dict(each))
         mp.spawn(several_processes, arguments, nprocs=4)
-        for run in ("whole", "sharded"):
+        for run in ("whole", "sharded", *(["in-shares"] if name == "joint" else [])):
             assert_close_runs(tmp_path / name / run, tmp_path / name / "single")
 
 
@@ -819,6 +891,11 @@ def rows_of_all_studies() -> dict[str, PretrainConfig]:
     return rows
 
 
+def shardings(row: PretrainConfig) -> list[str]:
+    whole = row.objective.algorithm == "two_stage"
+    return ["none", "optimizer", *([] if whole else ["weights"])]
+
+
 def two_processes_of_studies(rank: int, work: Path, corpus_path: Path) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
@@ -826,7 +903,7 @@ def two_processes_of_studies(rank: int, work: Path, corpus_path: Path) -> None:
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
     corpus = Corpus.open(corpus_path)
     for number, row in enumerate(rows_of_all_studies().values()):
-        for sharding in ("none", "optimizer"):
+        for sharding in shardings(row):
             out = work / f"{number}-{sharding}"
             pretrain(with_run(row, sharding=sharding), corpus, out, quiet=True)
     dist.destroy_process_group()
@@ -853,7 +930,7 @@ def test_two_processes_have_the_gradients_of_one_in_each_ablation(
         # The second step of two stages is the first one of the other network.
         steps = (1, 2) if row.objective.algorithm == "two_stage" else (1,)
         reached = set[str]()
-        for step, sharding in itertools.product(steps, ("none", "optimizer")):
+        for step, sharding in itertools.product(steps, shardings(row)):
             one, two = (gradients(tmp_path / f"{number}{n}", step) for n in ("", f"-{sharding}"))
             assert one.keys() == two.keys()
             whole, split = (torch.cat([g.flatten() for g in each.values()]) for each in (one, two))
@@ -866,7 +943,10 @@ def test_two_processes_have_the_gradients_of_one_in_each_ablation(
     request.node.user_properties.append(("relative difference of gradients", f"{most:.1e}"))
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("optimizer", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "sharding",
+    ["none", *(pytest.param(s, marks=pytest.mark.long) for s in ("optimizer", "weights"))],
+)
 def test_torchrun_starts_killed_processes_again(
     corpus: Corpus, tmp_path: Path, pair: Path, single: Path, sharding: str
 ) -> None:

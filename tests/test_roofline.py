@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from electra.exchange import PIECES
 from electra.gpu import fused
 from electra.objectives import WithGenerator
 from electra.recipes import recipe
-from electra.studies.plan import make_plan
+from electra.studies.plan import count_parameters, make_plan
 from electra.studies.roofline import DEVICES, LINKS, Device, Model
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -298,6 +299,21 @@ def test_the_tables_of_many_gpus_are_what_the_model_says() -> None:
     page = (RESULTS.parent / "docs" / "gpus.md").read_text().splitlines()
     for line in scaling_rows():
         assert line in page
+
+
+def test_the_table_of_shares_counts_the_bytes_of_each_parameter() -> None:
+    """A bf16 run: weights and gradients in float32 and in bf16, 12 bytes, and two moments, 8.
+    FSDP2 gathers out of copies of its own in float32, which are as large as two in bf16."""
+    page = (RESULTS.parent / "docs" / "gpus.md").read_text()
+    for name, millions in (("small", 14), ("base", 119), ("large", 355)):
+        count = sum(count_parameters(recipe(name), 30_522))
+        assert round(count / 1e6) == millions
+        ways = [20.0, 12 + 8 / 8, 12 + 8 / 64, 20 / 8, 20 / 64]
+        found = re.search(rf"\n\| `{name}`, {millions} M[^|]*\|(.*)\|\n", page)
+        assert found is not None
+        for cell, size in zip(found[1].split("|"), ways, strict=True):
+            gib = count * size / 2**30
+            assert float(cell) == pytest.approx(gib, abs=0.006 if gib > 0.01 else 6e-4), name
 
 
 def test_predictions_are_called_that(capsys: pytest.CaptureFixture[str]) -> None:
