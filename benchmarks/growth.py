@@ -257,7 +257,7 @@ def add_figures(result: dict[str, Any], row: Row) -> None:
 def device_of(environment: dict[str, Any]) -> Device | None:
     """The one of roofline.py that was measured on, if it is known."""
     if environment["dtype"] == "float32" and environment["cuda_graph"] is False:
-        return DEVICES["cpu, 2 cores"]
+        return DEVICES["Xeon, 2 cores"]
     return next((d for name, d in DEVICES.items() if name in environment["device"]), None)
 
 

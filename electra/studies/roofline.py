@@ -23,8 +23,8 @@ time by kind. A padding mask makes attention twice as long (1.93 M tokens/s agai
 the same with own kernels, which are fewer and move fewer bytes: fitted to twelve steps of batches
 from 32 to 4,096, 3 to 24 layers and widths from 128 to 1,024 (results/speed/growth_h200.json). That
 a mask costs own kernels nothing is a guess. CPU: the CPU time of `small` and
-`tiny` in one thread (results/speed). docs/cost.md has measured and predicted values side by side; a
-test holds them to 25 %, those with own kernels to 10 %.
+`tiny` in one thread of a Xeon (results/speed). docs/cost.md has measured and predicted values side
+by side; a test holds them to 25 %, those with own kernels to 10 %.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ DEVICES = {
     "H100": Device(989e12, 3.35e12, 80e9, 3.00, kernels=True),
     "H200": Device(989e12, 4.80e12, 141e9, 4.00, seen=True, kernels=True),
     "B200": Device(2250e12, 8.00e12, 180e9, 6.00, kernels=True),
-    "cpu, 2 cores": Device(320e9, 50e9, 16e9, 0.10, itemsize=4, shares=CPU, seen=True),
+    "Xeon, 2 cores": Device(320e9, 50e9, 16e9, 0.10, itemsize=4, shares=CPU, seen=True),
+    "EPYC, 2 cores": Device(525e9, 50e9, 16e9, 0.10, itemsize=4, shares=CPU, seen=True),
 }
 
 
