@@ -57,9 +57,6 @@ class Evaluation:
     tokens: int
     """Tokens looked at."""
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @torch.no_grad()
 def evaluate(
@@ -158,7 +155,7 @@ def evaluate_model(
     finally:
         runtime.leave()
     return {
-        **found.as_dict(),
+        **asdict(found),
         "unigram_entropy": unigram_entropy(counts),
         "model": str(model),
         **told,

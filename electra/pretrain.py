@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Generator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from .objectives import SpecialIds, build_objective, disc_share
 from .optim import learning_rate
 from .recipes import RECIPES
 from .rundir import check_fits, check_room, enter_run, kept_for_good, record_of, was_evaluated
-from .runlog import RunLog, draw_curves
+from .runlog import RunLog
 from .runtime import Runtime
 from .trainer import Meter, Trainer
 
@@ -150,6 +151,8 @@ def _carry_out(run: Run, changed: list[str], quiet: bool) -> None:
         if complete:  # a launcher may end all with the first that leaves: none does before the save
             run.runtime.agree(0.0)
     if run.runtime.is_main and not quiet:
+        from .studies.figures import draw_curves  # imports matplotlib
+
         draw_curves(run.out)
 
 
@@ -463,7 +466,7 @@ class Run:
         except Stopped:
             return False
         step, unigram = self.step, self.unigram
-        self.log.write("eval", step, {**result.as_dict(), "unigram_entropy": unigram})
+        self.log.write("eval", step, {**asdict(result), "unigram_entropy": unigram})
         shown = f"step {step:,} held out: generator {result.mlm_loss:.3f} nats"
         shown += f" (token frequencies alone {unigram:.3f})"
         shown += f", {100 * result.mlm_accuracy:.1f} % right"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import __version__
 from .checkpoint import Checkpoint, has_any, load_newest, read_checkpoint, saved_steps
-from .config import PretrainConfig, RunConfig, from_dict, to_dict
+from .config import PretrainConfig, RunConfig, flat, from_dict, to_dict
 from .data.corpus import Corpus
 from .data.tokenizer import Tokenizer
 from .errors import DiskFull, ElectraError
@@ -33,32 +33,10 @@ from .runtime import Runtime
 from .studies.plan import count_parameters
 
 # What may differ when a run is continued; anything else would make it another experiment.
-_MAY_CHANGE = (
-    "optim.learning_rate",
-    "optim.muon_rate",
-    "run.train_steps",
-    "run.minutes",
-    "run.device",
-    "run.precision",
-    "run.compile",
-    "run.cuda_graph",
-    "run.kernels",
-    "run.sharding",
-    "run.deterministic",
-    "run.threads",
-    "run.log_every",
-    "run.eval_every",
-    "run.eval_batches",
-    "run.save_every",
-    "run.keep_checkpoints",
-    "run.keep_every",
-    "run.tracker",
-    "run.max_bad_steps",
-    "run.on_disk_full",
-    "run.timeout_seconds",
-    "data.micro_batch",
-    "data.on_device",
-)
+_MAY_CHANGE = {
+    *("optim.learning_rate", "optim.muon_rate", "data.micro_batch", "data.on_device"),
+    *(f"run.{field.name}" for field in fields(RunConfig) if field.name != "seed"),
+}
 # What cannot differ even by force: the saved tensors would not fit, or mean something else.
 _SHAPES = (
     "encoder.layers",
@@ -287,16 +265,11 @@ def _saved(checkpoints: Path, step: int | None) -> Checkpoint | None:
     return read_checkpoint(steps[step])
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def differences(old: dict[str, Any], new: dict[str, Any]) -> dict[str, str]:
     """Dotted setting -> 'setting: old → new', for all that differ."""
-    changed: dict[str, str] = {}
-    for key in sorted(old.keys() | new.keys()):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            changed |= differences(a, b, f"{prefix}{key}.")
-        elif a != b:
-            changed[f"{prefix}{key}"] = f"{prefix}{key}: {a} → {b}"
-    return changed
+    a, b = flat(old), flat(new)
+    odd = [key for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)]
+    return {key: f"{key}: {a.get(key)} → {b.get(key)}" for key in odd}
 
 
 def check_room(directory: Path, size: int, kept: int = 0) -> None:
@@ -328,5 +301,4 @@ def kept_for_good(run: RunConfig, step: int, end: float) -> int:
 
 
 def was_evaluated(out: Path, step: int) -> bool:
-    lines = read_metrics(out) if (out / "metrics.jsonl").exists() else []
-    return any(m["kind"] == "eval" and m["step"] == step for m in lines)
+    return any(m["kind"] == "eval" and m["step"] == step for m in read_metrics(out))

@@ -1,5 +1,4 @@
-"""What a run tells: metrics.jsonl always, the terminal while it runs, a tracker (`trackers.py`),
-curves.png for a look.
+"""What a run tells: metrics.jsonl always, the terminal while it runs, a tracker (`trackers.py`).
 
 One line of metrics.jsonl is one moment: {"kind": "train" | "eval" | "event", "step": …, values}.
 Non-finite numbers are written as strings, never dropped. After a resume the lines of steps that
@@ -9,7 +8,6 @@ will be trained again are cut off, so the file reads like that of an uninterrupt
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
 import sys
@@ -54,9 +52,8 @@ class RunLog:
         # A notebook gets the plain lines as well, instead of a display of its own for each.
         self.console = Console(file=sys.stderr, highlight=False, quiet=quiet, force_jupyter=False)
         self.path = directory / "metrics.jsonl"
-        if self.path.exists():
-            kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
-            write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
+        kept = [m for m in read_metrics(directory) if m["step"] <= from_step]
+        write_atomic(self.path, "".join(json.dumps(m) + "\n" for m in kept).encode())
         # Only now: a file that is refused leaves no thread behind.
         self._tracker = self._track(tracker, from_step)
         with storage_errors(self.path):
@@ -139,9 +136,12 @@ def in_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """All complete lines of a run's metrics; a last line cut off by a crash is left out."""
+    """All complete lines of a run's metrics, none if it has not begun; a last line that a crash cut
+    off is left out."""
     metrics: list[dict[str, Any]] = []
     path = directory / "metrics.jsonl"
+    if not path.is_file():
+        return metrics
     with reading(path, "restore it from a backup, or delete it: the run goes on without its past"):
         *lines, last = path.read_text(encoding="utf-8").split("\n")
         with contextlib.suppress(ValueError):  # cut off, or empty
@@ -151,55 +151,3 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
             one = json.loads(line)
             metrics.append({**one, "kind": str(one["kind"]), "step": int(one["step"])})
     return metrics
-
-
-_PANELS = {  # of curves.png: kind, key and label of each line
-    "generator: masked language modelling, nats": (
-        ("train", "mlm_loss", "training"),
-        ("eval", "mlm_loss", "held out"),
-    ),
-    "discriminator: binary cross-entropy": (
-        ("train", "disc_loss", "training"),
-        ("eval", "disc_loss", "held out"),
-    ),
-    "held-out text": (
-        ("eval", "disc_auc", "AUC of replaced tokens"),
-        ("eval", "mlm_accuracy", "generator's accuracy"),
-        ("eval", "disc_recall", "recall"),
-    ),
-    "learning rate and gradient norm": (("train", "learning_rate", "learning rate"),),
-}
-
-
-def draw_curves(directory: Path) -> Path | None:
-    """curves.png of a run: both losses, what held-out text shows, learning rate and gradient."""
-    from matplotlib.figure import Figure
-
-    metrics = read_metrics(directory)
-    if not any(m["kind"] == "train" for m in metrics):
-        return None
-
-    def draw(axis: Any, kind: str, key: str, label: str, **style: str) -> None:
-        there = [m for m in metrics if m["kind"] == kind and isinstance(m.get(key), int | float)]
-        if there:
-            axis.plot([m["step"] for m in there], [m[key] for m in there], label=label, **style)
-
-    figure = Figure(figsize=(11, 7), layout="constrained")
-    axes: list[Any] = list(figure.subplots(2, 2).flat)
-    for axis, (title, lines) in zip(axes, _PANELS.items(), strict=True):
-        axis.set(title=title, xlabel="step")
-        for line in lines:
-            draw(axis, *line)
-    unigram = next((m["unigram_entropy"] for m in metrics if "unigram_entropy" in m), None)
-    if unigram is not None:
-        axes[0].axhline(unigram, color="grey", linestyle=":", label="token frequencies alone")
-    other = axes[3].twinx()
-    draw(other, "train", "grad_norm", "gradient norm", color="tab:orange")
-    other.set(yscale="log", ylabel="gradient norm (orange)")
-    for axis in axes:
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend()
-    path, picture = directory / "curves.png", io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_atomic(path, picture.getvalue())
-    return path

@@ -402,7 +402,7 @@ class Trainer:
         for share in self.meter.shares:
             share.mul_(self.runtime.is_main)
         for name, counter in self.optimizer.counters().items():
-            if name in optimizer:  # early checkpoints have only bad_steps
+            if name in optimizer:  # early checkpoints, or --force, may lack one
                 counter.copy_(optimizer[name])
         self.counter.fill_(step)
 

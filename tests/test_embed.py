@@ -209,16 +209,13 @@ def test_a_folder_is_no_text(model: Path, tmp_path: Path) -> None:
     assert caught.value.where == str(tmp_path)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_sentence_transformers_loads_the_directory_with_the_same_vectors(
-    model: Path, pooling: Any
-) -> None:
+def test_sentence_transformers_loads_the_directory_with_the_same_vectors(model: Path) -> None:
     reason = "sentence-transformers is not installed"
     package = pytest.importorskip("sentence_transformers", reason=reason)
-    for_sentence_transformers(model, pooling=pooling)
+    for_sentence_transformers(model)
     lines = [line for line in LINES if line.strip()]
     theirs = package.SentenceTransformer(str(model), device="cpu").encode(lines)
-    assert np.abs(theirs - embed(model, lines, pooling=pooling)).max() <= 1e-5
+    assert np.abs(theirs - embed(model, lines)).max() <= 1e-5
 
 
 def test_export_makes_such_a_directory_on_demand(

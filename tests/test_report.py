@@ -16,7 +16,8 @@ from electra.config import PretrainConfig, to_dict
 from electra.errors import CorruptError, ElectraError
 from electra.finetuning.tasks import Task
 from electra.formats.card import results_text
-from electra.runlog import draw_curves, read_metrics
+from electra.runlog import read_metrics
+from electra.studies.figures import draw_curves
 from electra.studies.records import code
 from electra.studies.report import report
 

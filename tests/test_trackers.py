@@ -192,7 +192,7 @@ def test_a_run_has_its_numbers_in_the_tracker(
 def weights_after(micro: PretrainConfig, corpus: Corpus, out: Path, **run: Any) -> bytes:
     settings: RunConfig = replace(micro.run, train_steps=4, save_every=4, eval_every=9, **run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("electra.pretrain.draw_curves", lambda _: None)
+        patch.setattr("electra.studies.figures.draw_curves", lambda _: None)
         pretrain(replace(micro, run=settings), corpus, out, quiet=False)
     return (out / "checkpoints" / "step-00000004" / "model.safetensors").read_bytes()
 

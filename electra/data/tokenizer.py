@@ -344,8 +344,6 @@ def train_tokenizer(
     strip_accents: bool | None = None,
     column: str = "text",
     max_bytes: int = 1 << 30,
-    seed: int = 0,
-    stats: TextStats | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Tokenizer:
     """A WordPiece tokenizer of the text, the same bytes whenever it is trained from the same text.
@@ -355,16 +353,8 @@ def train_tokenizer(
     `strip_accents=None` strips them when lower-casing, as BERT does.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
-    words = count_words(
-        inputs,
-        normalizer,
-        pre_tokenizers.BertPreTokenizer(),
-        column=column,
-        max_bytes=max_bytes,
-        seed=seed,
-        stats=stats,
-        should_stop=should_stop,
-    )
+    how: dict[str, Any] = {"column": column, "max_bytes": max_bytes, "should_stop": should_stop}
+    words = count_words(inputs, normalizer, pre_tokenizers.BertPreTokenizer(), **how)
     if not words:
         what = "No word was found in the text that was looked at."
         fix = f"check that it is text, or look at more than {max_bytes:,} bytes of it"
@@ -383,19 +373,17 @@ def count_words(
     *,
     column: str = "text",
     max_bytes: int = 1 << 30,
-    seed: int = 0,
-    stats: TextStats | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Counter[str]:
     """How often each word occurs in the text, or in a sample of about `max_bytes` of it."""
     paths = expand_inputs(inputs)
     share = _sample_share(paths, column, max_bytes)
     chunks: Counter[str] = Counter()  # between white space
-    documents = read_documents(paths, column=column, stats=stats or TextStats())
+    documents = read_documents(paths, column=column, stats=TextStats())
     for number, document in enumerate(documents):
         if should_stop():
             raise Stopped
-        if share < 1 and draw(seed, "tokenizer", number) >= share:
+        if share < 1 and draw(0, "tokenizer", number) >= share:
             continue
         for line in document.lines:
             chunks.update(line.split())

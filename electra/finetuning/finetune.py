@@ -469,9 +469,8 @@ class _SeedRun:
 
 def _keep_finished(out: Path, seeds: set[int]) -> None:
     """Cut the lines of seeds that will be written again from the metrics."""
-    if (out / "metrics.jsonl").exists():
-        kept = [json.dumps(m) + "\n" for m in read_metrics(out) if m.get("seed") in seeds]
-        write_atomic(out / "metrics.jsonl", "".join(kept).encode())
+    kept = [json.dumps(m) + "\n" for m in read_metrics(out) if m.get("seed") in seeds]
+    write_atomic(out / "metrics.jsonl", "".join(kept).encode())
 
 
 def _best(results: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -70,7 +70,6 @@ class Loaded:
     task: Task
     splits: dict[str, Examples]  # train, dev, test; MNLI: dev_mismatched, test_mismatched, ax
     notes: list[str] = field(default_factory=list[str])
-    test_files: dict[str, str] | None = None  # by split, as the GLUE server wants them
 
 
 class Frame(Protocol):
@@ -205,8 +204,7 @@ def _load_glue(name: str, directory: Path) -> Loaded:
     for split, source in sources.items():
         rows = _glue_rows(task, split, source, notes)
         splits[split] = _examples(rows, task, codes, split)
-    files = {split: _SERVER[name, split] for split in splits if (name, split) in _SERVER}
-    return Loaded(task, splits, notes, files or None)
+    return Loaded(task, splits, notes)
 
 
 def _glue_rows(task: Task, split: str, source: Path, notes: list[str]) -> list[_Row]:

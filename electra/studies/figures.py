@@ -13,9 +13,23 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from .records import Run, Spread, Study, gap_of, one_line, rows_of, spread, values_of
+from ..files import write_atomic
+from .records import (
+    HEALTH,
+    HELD_OUT,
+    Run,
+    Spread,
+    Study,
+    gap_of,
+    one_line,
+    read_pretraining,
+    rows_of,
+    spread,
+    values_of,
+)
 
 Panel = Callable[[Any], None]  # draws one picture on an axis
 
@@ -33,12 +47,23 @@ def curve_panels(runs: list[Run], names: dict[str, str]) -> list[Panel]:
                     style = {"color": f"C{i % 10}", "label": name, "linewidth": width}
                     axis.plot(*zip(*points, strict=True), **style)
                     name = None
+            unigram = [point[1] for point in run["curves"]["eval"].get("unigram_entropy", [])]
+            if key == "mlm_loss" and unigram:
+                axis.axhline(
+                    unigram[0], color="grey", linestyle=":", label="token frequencies alone"
+                )
         if key == "grad_norm":
             axis.set_yscale("log")
         axis.legend()
 
     curves = [curves for run in runs for curves in run["curves"].values()]
     return [functools.partial(draw, key) for key in names if any(c[key] for c in curves)]
+
+
+def draw_curves(directory: Path) -> None:
+    """curves.png of a run of pre-training."""
+    run = read_pretraining(directory, directory.name)
+    write_atomic(directory / "curves.png", draw(curve_panels([run], HELD_OUT | HEALTH)))
 
 
 def loss_panel(runs: list[Run]) -> Panel:

@@ -120,21 +120,16 @@ def _sort(path: Path) -> Sort | None:
     return next((sort for name, sort in _SORTS.items() if (path / name).is_file()), None)
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The metrics of a run that may have none yet."""
-    return read_metrics(path) if (path / "metrics.jsonl").is_file() else []
-
-
 def read_pretraining(path: Path, title: str, *, until: float = math.inf) -> Run:
     """A run of `electra pretrain`, up to the step `until`."""
     with reading(path / "metrics.jsonl", _FIX):
-        metrics = [m for m in read_log(path) if m["step"] <= until]
+        metrics = [m for m in read_metrics(path) if m["step"] <= until]
         steps = max((int(m["step"]) for m in metrics), default=0)
         times = [float(m["seconds"]) for m in metrics if m["kind"] == "train"]
         held = [m for m in metrics if m["kind"] == "eval"]
+        keys = (*HELD_OUT, *HEALTH, "unigram_entropy")
         curves = {
-            kind: {key: _points(metrics, kind, key) for key in (*HELD_OUT, *HEALTH)}
-            for kind in ("eval", "train")
+            kind: {key: _points(metrics, kind, key) for key in keys} for kind in ("eval", "train")
         }
         told = [(m["step"], str(m["warning"])) for m in metrics if "warning" in m]
     with reading(path / "run.json", _FIX):
@@ -213,7 +208,7 @@ def seed_losses(path: Path) -> list[list[tuple[float, float]]]:
     """Training loss of each seed of a fine-tuning run, over the share of its steps in percent."""
     with reading(path / "metrics.jsonl", _FIX):
         seeds: dict[Any, list[float]] = {}
-        for m in read_log(path):
+        for m in read_metrics(path):
             if m["kind"] == "train" and is_finite(m.get("loss")):
                 seeds.setdefault(m.get("seed"), []).append(m["loss"])
     return [

@@ -251,7 +251,7 @@ def _writing(out: Path, width: int) -> Generator[Callable[[Vectors], object]]:
 # ---------------------------------------------------------------------- sentence-transformers
 
 
-def for_sentence_transformers(directory: Path, *, pooling: Pooling = "mean") -> None:
+def for_sentence_transformers(directory: Path) -> None:
     """Make a directory that transformers loads one that `SentenceTransformer` loads as well.
 
     It gives the vectors of `embed`, except that it takes [CLS] and [SEP] of an empty line for text.
@@ -262,8 +262,7 @@ def for_sentence_transformers(directory: Path, *, pooling: Pooling = "mean") -> 
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
         for i, (path, name) in enumerate(parts)
     ]
-    is_cls = pooling == "cls"
-    modes = {"pooling_mode_cls_token": is_cls, "pooling_mode_mean_tokens": not is_cls}
+    modes = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
     reading = {"max_seq_length": min(128, c.max_positions), "do_lower_case": False}
     files = {
         "1_Pooling/config.json": {"word_embedding_dimension": c.hidden_size, **modes},

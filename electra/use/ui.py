@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -42,8 +43,9 @@ from ..finetuning.features import encode_texts
 from ..finetuning.step import predict
 from ..formats import hf, layout
 from ..randomness import Purpose, StepRng
+from ..runlog import read_metrics
 from ..runtime import whole_vectors
-from ..studies.records import HELD_OUT, is_finite, read_log, read_pretraining, read_results
+from ..studies.records import HELD_OUT, is_finite, read_pretraining, read_results
 from . import web
 from .detect import LIKELY, Row, cut, hidden_in_turn, probabilities, with_generator
 from .web import JSONResponse, Refused, Request, read_object, text_field
@@ -511,7 +513,7 @@ def _summary(path: Path) -> Json:
         done = run["state"] == "finished"
         return about | {"state": run["state"], "share": float(done), "warnings": []}
     run = read_pretraining(path, path.name)
-    metrics = read_log(path)
+    metrics = read_metrics(path)
     share = re.search(r"(\d+) %", run["state"])
     numbers = {name: run[key] for key, name in HELD_OUT.items() if is_finite(run[key])}
     about = {"kind": "pre-training", "recipe": run["recipe"], "state": run["state"]}
@@ -565,7 +567,7 @@ def _moment_warnings(path: Path, about: Json, age: float) -> list[str]:
 
 def _curves(path: Path) -> Json:
     """Numbers by kind and name, with their steps and minutes; at most so many points."""
-    metrics = read_log(path)
+    metrics = read_metrics(path)
     clock = [(m["step"], m["seconds"]) for m in metrics if isinstance(m.get("seconds"), float)]
     curves: Json = {}
     for kind in ("train", "eval"):
@@ -729,30 +731,12 @@ def _plain(name: str) -> str:
 
 
 def _zipped(folder: Path, name: str) -> Generator[bytes]:
-    """The files of a folder as a zip, made while it is sent."""
-    sink = _Sink()
-    with zipfile.ZipFile(sink, "w") as archive:
-        for file in sorted(folder.iterdir()):
-            if not file.is_file() or file.is_symlink():
-                continue
-            info = zipfile.ZipInfo.from_file(file, f"{name}/{file.name}")
-            with open(file, "rb") as source, archive.open(info, "w", force_zip64=True) as target:
-                while block := source.read(1 << 20):
-                    target.write(block)
-                    yield sink.take()
-    yield sink.take()
-
-
-class _Sink(io.RawIOBase):
-    """A file that cannot go back and is emptied while it is written."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def write(self, data: Any, /) -> int:
-        self._bytes += data
-        return len(data)
-
-    def take(self) -> bytes:
-        taken, self._bytes = bytes(self._bytes), bytearray()
-        return taken
+    """The files of a folder as a zip."""
+    with tempfile.TemporaryFile() as whole:
+        with zipfile.ZipFile(whole, "w") as archive:
+            for file in sorted(folder.iterdir()):
+                if file.is_file() and not file.is_symlink():
+                    archive.write(file, f"{name}/{file.name}")
+        whole.seek(0)
+        while block := whole.read(1 << 20):
+            yield block
