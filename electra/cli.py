@@ -7,6 +7,7 @@ where and what to do, without a traceback (unless --debug), and sets the exit co
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import re
 import signal
@@ -43,14 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The program; ends with one of the exit codes in errors.py."""
 
     def end(*_: object) -> None:
-        os.write(2, b"electra: stopped; nothing is lost, give the same command again\n")
-        os._exit(EXIT_STOPPED)
+        try:
+            os.write(2, b"electra: stopped; nothing is lost, give the same command again\n")
+        finally:
+            os._exit(EXIT_STOPPED)
 
     def react(handler: Any) -> None:
         for number in StopRequest.SIGNALS:
             signal.signal(number, handler)
 
     react(end)  # where there is something to save, a `StopRequest` takes over
+    sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
     argv = list(sys.argv[1:] if argv is None else argv)
     # It needs no network, except for hf:NAME; what it imports is asked not to use any either.
     for name in ("HF_HUB_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
@@ -66,6 +70,37 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+class _Output(io.FileIO):
+    """A stream of which nobody has to read the end: `electra … | head` does its work all the same.
+
+    The results of a command for which a disk has no room are an error, what it tells is not.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if isinstance(error, BrokenPipeError) or self.fileno() == 2:
+                return len(data)
+            what, fix = f"Cannot write: {error.strerror}.", "make room, or write elsewhere"
+            raise ElectraError(what, where="standard output", fix=fix) from error
+
+
+def _lasting(stream: Any, number: int) -> Any:
+    """One of the process's own streams as an `_Output`; where it has none, one to nowhere."""
+    if stream is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    elif stream not in (sys.__stdout__, sys.__stderr__):
+        return stream  # a test's, or a notebook's
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(number, "w", closefd=False)),
+        encoding=getattr(stream, "encoding", "utf-8"),
+        errors=getattr(stream, "errors", "backslashreplace"),
+        line_buffering=stream is None or stream.line_buffering or stream.write_through,
+    )
+
+
 def run(argv: list[str]) -> int:
     """Carry out one command line and return its exit code."""
     debug = "--debug" in argv
@@ -79,9 +114,6 @@ def run(argv: list[str]) -> int:
             traceback.print_exc()
         tell(f"electra: {error}")
         return error.exit_code
-    except BrokenPipeError:  # whoever reads the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
     except Stopped as stopped:
         tell("electra: stopped and saved; the same command continues")
         if stopped.broke_off:  # Python would wait for the threads of a compiler
@@ -187,7 +219,7 @@ def _starting_point(name: str, args: list[str]) -> PretrainConfig:
 def _value_of(flag: str, args: list[str]) -> str | None:
     """The last value of a flag, as tyro takes it; its help calls nothing None."""
     value = None
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for arg, following in zip(args, [*args, None][1:], strict=True):
         if arg == flag and following is not None:
             value = following
         elif arg.startswith(flag + "="):

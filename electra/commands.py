@@ -583,7 +583,8 @@ class DetectCommand(Command):
         from .use.detect import detect, render
 
         found = detect(_model(self.model), self.text, alternatives=self.alternatives)
-        Console(highlight=False).print(render(found))
+        console = Console(highlight=False)
+        console.print(render(found), soft_wrap=not console.is_terminal)
 
 
 class EmbedCommand(Command):

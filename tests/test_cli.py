@@ -132,6 +132,71 @@ def test_a_reader_that_has_seen_enough_is_no_error(line: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.fixture(scope="module")
+def model(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of a run of twelve steps."""
+    out = tmp_path_factory.mktemp("model")
+    assert electra("pretrain", *MICRO, "--corpus", corpus.path, "--out", out / "run") == 0
+    assert electra("export", out / "run", "--out", out / "model") == 0
+    return out / "model"
+
+
+def in_shell(line: str) -> subprocess.CompletedProcess[str]:
+    electra = f"env PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m electra"
+    line = line.replace("electra ", f"{electra} ", 1)
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
+    )
+
+
+def test_work_is_done_though_nobody_reads_what_is_told(
+    corpus: Corpus, model: Path, tmp_path: Path
+) -> None:
+    """As `electra pretrain … 2>&1 | head -n 1`: the rest of the steps are trained and saved."""
+    settings = shlex.join([*MICRO, "--corpus", str(corpus.path), "--out", f"{tmp_path}/run"])
+    done = in_shell(f"electra pretrain {settings} 2>&1 | true; exit ${{PIPESTATUS[0]}}")
+    assert done.returncode == 0
+    assert load_run(tmp_path / "run").step == 12
+    for command in (f"detect --model {model} 'the cook'", "plan nosuch"):
+        done = in_shell(f"electra {command} 2>&1 | true; exit ${{PIPESTATUS[0]}}")
+        assert done.returncode == (2 if "nosuch" in command else 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("electra plan small >&-", 0, ""),
+        ("electra plan nosuch 2>&-", 2, ""),
+        ("electra plan small >/dev/full", 2, "Cannot write: No space left on device."),
+        ("electra plan nosuch 2>/dev/full", 2, ""),
+    ],
+)
+def test_output_that_is_closed_or_full(line: str, code: int, told: str) -> None:
+    done = in_shell(line)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert told in done.stderr
+    assert bool(told) == bool(done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_suspicious_text_is_one_line_in_a_pipe(model: Path) -> None:
+    text = " ".join(["the cook"] * 30)
+    assert text in in_shell(f"electra detect --model {model} '{text}'").stdout.splitlines()
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_command_without_arguments_is_read_or_told_what_it_lacks(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without = {"check", "plan", "report", "onnx", "serve", "ui", "demo", "env"}
+    if command in without:
+        assert isinstance(cli.parse([command]), cli.COMMANDS[command])
+    else:
+        with pytest.raises(SystemExit, match="2"):
+            cli.parse([command])
+        assert f"Missing from electra {command}" in capsys.readouterr().err
+
+
 def test_a_reader_that_leaves_early_sees_no_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "electra", "pretrain", "--help"],
