@@ -201,10 +201,12 @@ class Block(nn.Module):
             q = F.linear(h[:, :only], weight[:D], bias[:D]).view(B, only, H, K).transpose(1, 2)
             k, v = F.linear(h, weight[D:], bias[D:]).view(B, T, 2, H, K).permute(2, 0, 3, 1, 4)
         p = self.config.attention_dropout if rng is not None else 0.0
-        drawn = p > 0 and not (h.is_cuda and isinstance(rng, SeededDropout))
         # torch's attention draws dropout from a state of its own; and where oneDNN multiplies, its
         # small products take up to five times as long as whole ones.
-        if not drawn and not (whole_vectors.active and T <= 512):
+        written_out = p > 0 and not (h.is_cuda and isinstance(rng, SeededDropout))
+        if h.device.type == "cpu" and q.dtype == torch.float32 and T <= 512:
+            written_out |= whole_vectors.active
+        if not written_out:
             a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
         else:
             score = wide((q / math.sqrt(K)) @ k.mT)  # (B, H, T, T)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -156,3 +157,40 @@ def test_attention_written_out_is_torchs(padded: bool, monkeypatch: pytest.Monke
             ways.append(block.attend(h, mask if padded else None, None))
     assert not torch.equal(*ways)  # two ways indeed
     torch.testing.assert_close(*ways, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "meta"])
+def test_attention_of_other_types_and_devices_stays_torchs(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written out it would round its scores to bf16; on a GPU it would only be slower."""
+    config = EncoderConfig(layers=1, hidden_size=32, ffn_size=64, attention_heads=2)
+    block, h = Block(config, site=0), torch.zeros(3, 9, 32)
+    block, h = (each.bfloat16() if kind == "bf16" else each.to("meta") for each in (block, h))
+    torchs, calls = torch.nn.functional.scaled_dot_product_attention, list[str]()
+
+    def watched(*given: Any, **how: Any) -> Tensor:
+        calls.append(kind)
+        return torchs(*given, **how) if kind == "meta" else given[0]  # bf16 kills some CPUs
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watched)
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, w, *_: x.new_zeros(*x.shape[:-1], len(w))
+    )
+    vectors = paying()
+    monkeypatch.setattr("electra.encoder.whole_vectors", vectors)
+    with vectors:
+        block.attend(h, None, None)
+    assert calls == [kind]
+
+
+def test_a_run_that_leaves_puts_everything_back() -> None:
+    threads, filled = torch.get_num_threads(), torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        runtimes.start(RunConfig(device="cpu", deterministic=True, threads=threads + 1)).leave()
+        assert torch.get_num_threads() == threads
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory == filled  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        torch.use_deterministic_algorithms(False)
