@@ -52,8 +52,7 @@ def share(objective: Objective, runtime: Runtime) -> None:
     for part in parts:  # of the heads, and where the embeddings' width differs
         if isinstance(part, nn.Linear) and not isinstance(part, FSDPModule):
             fully_shard(part, mesh=mesh, mp_policy=narrow)
-    # Resharded, or an evaluation, which has no backward pass, would leave weights that get old.
-    fully_shard(objective, mesh=mesh, reshard_after_forward=True)
+    fully_shard(objective, mesh=mesh)  # the rest, whole from its forward to its backward pass
     register_fsdp_forward_method(objective, "predict")
     for part in parts:
         if isinstance(part, FSDPModule):  # losses are shares of the global mean, so they add up
@@ -109,6 +108,7 @@ class ShardedAdam(Adam):
         size = -(-len(whole) // self._runtime.world)  # as torch.chunk cuts; the last have less
         return whole[self._runtime.rank * size :][:size]
 
+    @torch.no_grad()
     def _adopt(self) -> list[Tensor]:
         for slot, parameter in self._pairs():
             slot.of(self.master).copy_(_rows(parameter))
@@ -119,6 +119,7 @@ class ShardedAdam(Adam):
         for slot, parameter in self._pairs():
             _rows(parameter).copy_(slot.of(self.master))
 
+    @torch.no_grad()
     def collect(self) -> None:
         for key, flat in self._whole.items():
             for slot, p in self._pairs():
@@ -126,7 +127,8 @@ class ShardedAdam(Adam):
                 own = DTensor.from_local(
                     slot.of(flat), mesh, cut, run_check=False, shape=p.shape, stride=p.stride()
                 )
-                whole = own.full_tensor()
+                with self._runtime.together():
+                    whole = own.full_tensor()
                 if self._runtime.is_main:
                     self._gathered[key][slot.name].copy_(whole)
 

@@ -98,14 +98,14 @@ def device_errors(trainer: Callable[[], Trainer | None]) -> Generator[None]:
             raise
         if (at_work := trainer()) is None:
             what = "The device has no memory for the model and its optimizer."
-            fix = "use a smaller model or a device with more memory; several processes can share "
-            fix += "it (--run.sharding weights)"
+            fix = "use a smaller model or a device with more memory, or more processes with "
+            fix += "--run.sharding weights"
             raise ElectraError(what, where="encoder", fix=fix) from error
         size = at_work.at_once
         fix = f"--data.micro-batch {size // 2} gives the same gradients in less memory"
         if size == 1:
             fix = "use a smaller model or shorter sequences: one sequence does not fit"
-        elif at_work.config.data.micro_batch != "auto":
+        elif at_work.config.data.micro_batch != "auto" and not at_work.in_shares:
             fix += ", and --data.micro-batch auto finds what fits"
         what = f"The device has no memory left with {size} sequences at once."
         raise ElectraError(what, where="data.micro_batch", fix=fix) from error

@@ -47,7 +47,7 @@ from .recipes import RECIPES
 from .rundir import check_fits, check_room, enter_run, kept_for_good, record_of, was_evaluated
 from .runlog import RunLog
 from .runtime import Runtime
-from .trainer import Meter, Trainer
+from .trainer import Meter, Trainer, shares_weights
 
 _POLL_SECONDS = 5.0  # between two looks whether a full disk has room again
 
@@ -147,6 +147,8 @@ def _carry_out(run: Run, changed: list[str], quiet: bool) -> None:
         complete = not stopped.broke_off
         raise
     finally:
+        if complete:
+            run.settle()
         run.close()
         if complete:  # a launcher may end all with the first that leaves: none does before the save
             run.runtime.agree(0.0)
@@ -183,7 +185,9 @@ class Run:
                 special,
                 padded=batches.padded,
                 frequencies=torch.from_numpy(counts),
-            ).to(runtime.device)
+            )
+            if not shares_weights(config, runtime):  # else each process brings only its rows there
+                self.objective.to(runtime.device)
         checkpoints = out / "checkpoints"
         keep, every = config.run.keep_checkpoints, config.run.keep_every
         self.saver: Saver | None = None
@@ -487,13 +491,16 @@ class Run:
         # Where the micro-batch is limited, memory is short for evaluations too.
         few = self.config.data.micro_batch is not None
         at_once = min(64, self.trainer.at_once) if few else 64
-        return evaluate(
-            self.objective,
-            self.corpus.held_out,
-            batches=batches,
-            at_once=at_once,
-            should_stop=asked,
-        )
+        try:
+            return evaluate(
+                self.objective,
+                self.corpus.held_out,
+                batches=batches,
+                at_once=at_once,
+                should_stop=asked,
+            )
+        finally:
+            self.trainer.forget_whole_weights()
 
     def _glance(self) -> None:
         """Run the first part of an evaluation, to see whether it fits in memory."""
@@ -502,10 +509,14 @@ class Run:
             with contextlib.suppress(Stopped), self.trainer.optimizer.averaged():
                 self._judge(1, lambda: next(answers, True))
 
-    def save(self) -> None:
-        # All wait together: one that waits alone would look frozen to the others.
+    def settle(self) -> None:
+        """Until no save is under way. All wait together: one that waits alone would look frozen to
+        the others."""
         while self.runtime.any(self.saver is not None and self.saver.is_busy):
             time.sleep(0.05)
+
+    def save(self) -> None:
+        self.settle()
         self.trainer.collect()
         if self.saver is not None:
             times = {"seconds": self.clock.read(), "lap": self.clock.lap_start}

@@ -113,7 +113,7 @@ class Runtime:
             return first, bytes(letters.tolist()).decode()
 
     def leave(self) -> None:
-        """End what was started here of the process group, deterministic mode and whole vectors."""
+        """End what was started here: process group, deterministic mode, threads, whole vectors."""
         self.at_leave.close()
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -129,7 +129,8 @@ class Runtime:
         try:
             yield
         except RuntimeError as error:
-            if is_out_of_memory(error):
+            is_exchange = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if not is_exchange or is_out_of_memory(error):
                 raise
             self.report("")
             for rank, word in roll_call(self.store, "word", self.world, _GRACE).items():
@@ -236,6 +237,7 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
             at_leave.enter_context(whole_vectors)
         compiled, graph = _ways(config, on_gpu=wants_cuda, world=world)
         threads = config.threads or threads or fastest_threads()
+        at_leave.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads)
         return Runtime(
             device=device,
@@ -253,13 +255,18 @@ def start(config: RunConfig, *, threads: int | None = None) -> Runtime:
 
 
 def _determine(at_leave: contextlib.ExitStack) -> None:
-    if not torch.are_deterministic_algorithms_enabled():
-        at_leave.callback(torch.use_deterministic_algorithms, False)
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    at_leave.callback(torch.use_deterministic_algorithms, before, warn_only=only_warns)
+    memory: Any = torch.utils.deterministic
+    at_leave.callback(
+        setattr, memory, "fill_uninitialized_memory", memory.fill_uninitialized_memory
+    )
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # With warnings alone torch's attention would go on adding up its gradients in any order.
     torch.use_deterministic_algorithms(True)
     # Memory need not be filled before it is written: that shows mistakes, and takes time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    memory.fill_uninitialized_memory = False
 
 
 def _ways(config: RunConfig, *, on_gpu: bool, world: int) -> tuple[bool, bool]:
@@ -341,13 +348,15 @@ class _WholeVectors(contextlib.ContextDecorator):
 
     torch does it by MKL, which uses half of their width. oneDNN uses all, twice as fast; torch asks
     it only where bfloat16 is said to be precise enough, which oneDNN then computes in float32 all
-    the same, as these processors have no faster way.
+    the same, as these processors have no faster way. (Meanwhile torch's older question for the
+    precision, `torch.get_float32_matmul_precision`, is refused by torch.)
     """
 
     _torchs: Any = torch.backends.mkldnn
 
     def __init__(self) -> None:
         self._lock, self._blocks, self._before = threading.Lock(), 0, "none"
+        self.active = False  # whether a block is open in which products are computed this way
 
     def __enter__(self) -> None:
         if self.pay:
@@ -357,23 +366,20 @@ class _WholeVectors(contextlib.ContextDecorator):
         if self.pay:
             self._end()
 
-    @property
-    def active(self) -> bool:
-        """Whether a block is open in which products are computed this way."""
-        return self._blocks > 0
-
     def _begin(self) -> None:
         with self._lock:  # the setting is that of the process: the last block puts it back
             if self._blocks == 0:
                 self._before = self._torchs.matmul.fp32_precision
                 self._torchs.matmul.fp32_precision = "bf16"
             self._blocks += 1
+            self.active = True
 
     def _end(self) -> None:
         with self._lock:
             self._blocks -= 1
             if self._blocks == 0:
                 self._torchs.matmul.fp32_precision = self._before
+                self.active = False
 
     @functools.cached_property
     def pay(self) -> bool:
@@ -385,7 +391,7 @@ class _WholeVectors(contextlib.ContextDecorator):
             return False
         if "AuthenticAMD" not in told or " avx512f" not in told or " amx_tile" in told:
             return False
-        a = torch.arange(2.0**18).sin().view(1024, 256)
+        a = torch.arange(2**18, dtype=torch.float32, device="cpu").sin().view(1024, 256)
         self._begin()
         try:
             product = a.T @ a

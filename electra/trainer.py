@@ -214,6 +214,13 @@ class Trainer:
 
     # ------------------------------------------------------------------ around it
 
+    def forget_whole_weights(self) -> None:
+        """Where weights are in shares: after an evaluation, which has no backward pass to do it, or
+        the next step would compute with weights that are old by then."""
+        if self.in_shares:
+            shared: Any = self.objective
+            shared.reshard()
+
     @property
     def needs_block(self) -> bool:
         return self._left == 0
