@@ -500,6 +500,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("ablate", "a task is not there"): lambda p: p.ablate("sharing"),
     ("ablate", "there is nothing to do"): lambda p: p.ablate("sharing", "--seeds", "0"),
     # report, detect, demo
+    ("report", "the folder does not exist"): lambda p: ["report", p.here / "none"],
     ("report", "there is no run"): lambda p: ["report", p.here],
     ("report", "a record is damaged"): damaged_results,
     ("detect", "the text has no token"): lambda p: ["detect", " ", "--model", p.made.export],

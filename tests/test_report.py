@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -283,8 +285,8 @@ def test_all_seeds_failed(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- what cannot be read
 
 
-def refused(path: Path, kind: type[ElectraError] = CorruptError) -> None:
-    with pytest.raises(kind) as error:
+def refused(path: Path, kind: type[ElectraError] = CorruptError, what: str = ".") -> None:
+    with pytest.raises(kind, match=what) as error:
         report([path])
     assert str(path) in error.value.where
     assert error.value.fix
@@ -351,8 +353,72 @@ def test_settings_without_numbers(tmp_path: Path) -> None:
 
 def test_no_run_at_all(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    refused(tmp_path, ElectraError)
-    refused(tmp_path / "nowhere", ElectraError)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "notes.txt").write_text("no run")
+    for name, what in (
+        ("folder", "There is no run here"),
+        ("nowhere", "The folder cannot be read: No such file or directory."),
+        ("notes.txt", "The folder cannot be read: Not a directory."),
+        ("loop", "The folder cannot be read: Too many levels of symbolic links."),
+    ):
+        refused(tmp_path / name, ElectraError, what)
+
+
+def left_out(text: str) -> list[str]:
+    return text.rstrip().partition("## Left out: what cannot be read\n\n")[2].splitlines()
+
+
+def test_a_foreign_record_in_a_folder_is_left_out(tmp_path: Path) -> None:
+    """All others are shown; it is an error where it is named itself, and where nothing else is."""
+    write(tmp_path / "rep" / "tuned", results())
+    other = write(tmp_path / "rep" / "other", {"accuracy": 1})
+    foreign = write(tmp_path / "rep" / "deep" / "a|b", {"lr": 1}, "run.json")
+    text = report([tmp_path / "rep"], tmp_path / "out")
+    assert [line[0] for line in rows(text, "### All")[1:]] == ["`rep/tuned`"]
+    assert left_out(text) == [
+        f"- {code(file)}: `The file cannot be read as what it should be: KeyError: '{key}'.`"
+        for file, key in ((foreign / "run.json", "config"), (other / "results.json", "format"))
+    ]
+    assert "Left out" in (tmp_path / "out" / "report.html").read_text()
+    assert len(in_csv(tmp_path / "out")) == 1
+    with pytest.raises(CorruptError):
+        report([tmp_path / "rep", other])
+    with pytest.raises(CorruptError):
+        report([tmp_path / "rep" / "deep"])
+
+
+def test_a_folder_that_may_not_be_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs this: root may read everything."""
+    write(tmp_path / "rep" / "tuned", results())
+    closed = tmp_path / "rep" / "closed"
+    write(closed / "run", results())
+
+    def guarded(ask: Any) -> Any:
+        def asked(path: Any, *rest: Any, **more: Any) -> Any:
+            if not isinstance(path, int) and Path(path).is_relative_to(closed):
+                raise PermissionError(13, "Permission denied", str(path))
+            return ask(path, *rest, **more)
+
+        return asked
+
+    for name in ("listdir", "scandir", "stat"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
+    text = report([tmp_path / "rep"])
+    assert [line[0] for line in rows(text, "### All")[1:]] == ["`rep/tuned`"]
+    assert left_out(text) == [f"- `{closed}`: `The folder cannot be read: Permission denied.`"]
+    refused(closed, ElectraError)
+    shutil.rmtree(tmp_path / "rep" / "tuned")
+    refused(tmp_path / "rep", ElectraError)  # names what cannot be read, not that nothing is there
+
+
+def test_a_run_of_two_names_is_listed_once(tmp_path: Path) -> None:
+    tuned = write(tmp_path / "rep" / "tuned", results())
+    (tmp_path / "rep" / "twice").symlink_to("tuned")
+    (tmp_path / "again").symlink_to(tuned)
+    for named in ((tmp_path / "rep", tuned), (tuned, tmp_path / "again"), (tmp_path / "rep",)):
+        assert len(rows(report(named), "### All")) == 2  # with the head
 
 
 # ---------------------------------------------------------------------- names stay names

@@ -12,9 +12,9 @@ harmless in Markdown.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import math
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +36,7 @@ _SORTS: dict[str, Sort] = {  # what a directory is, by the first of these files 
     "finetune.json": "finetuning",
 }
 _FIX = "restore the file from a backup, or leave this run out"
+_NAME = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
 _SQUARE = 12  # classes up to which a whole table of answers is shown; pairs of more
 SUMMARY = ("median", "mean", "std", "best", "seeds", "failed")
 _JOINED = "Records with the same settings, corpus and tasks and other seeds or rows, joined"
@@ -95,29 +96,48 @@ class Place(NamedTuple):
     row: str | None = None  # of the table of medians; None: that of the model it started from
 
 
-def places(path: Path, title: str) -> list[Place]:
-    """The run or study in a directory; or all that it holds, itself or in folders of it."""
-    if not (found := _below(path, title, None, levels=2)):
+def places(path: Path, title: str) -> tuple[list[Place], list[ElectraError]]:
+    """The run or study in a directory; or all that it holds, itself or in folders of it, and which
+    of these cannot be read."""
+    unread: list[ElectraError] = []
+    try:
+        found = _below(path, title, None, unread, levels=2)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not found:
         what = "There is no run here: no run.json, finetune.json, results.json or ablate.json."
-        fix = "give the --out directory of `electra pretrain`, `finetune`, `glue` or `ablate`"
-        raise ElectraError(what, where=str(path), fix=fix)
+        raise unread[0] if unread else ElectraError(what, where=str(path), fix=_NAME)
+    return found, unread
+
+
+def _below(
+    path: Path, title: str, row: str | None, unread: list[ElectraError], *, levels: int
+) -> list[Place]:
+    if sort := _sort(path):  # what a run or a study holds is its own
+        return [Place(path, sort, title, row)]
+    parts = sorted(path.iterdir())
+    if levels == 0:
+        return []
+    # Fine-tuning runs are a benchmark, one row, unless they lie among runs of another sort.
+    inner = title if {_sort(part) for part in parts} <= {"finetuning", None} else None
+    found: list[Place] = []
+    for part in parts:
+        try:
+            found += _below(part, f"{title}/{part.name}", inner, unread, levels=levels - 1)
+        except (NotADirectoryError, FileNotFoundError):  # a file, or a link to nothing
+            pass
+        except OSError as error:
+            unread.append(_unreadable(part, error))
     return found
 
 
-def _below(path: Path, title: str, row: str | None, *, levels: int) -> list[Place]:
-    if sort := _sort(path):  # what a run or a study holds is its own
-        return [Place(path, sort, title, row)]
-    if levels == 0:
-        return []
-    parts = sorted(path.glob("*"))
-    # Fine-tuning runs are a benchmark, one row, unless they lie among runs of another sort.
-    inner = title if {_sort(part) for part in parts} <= {"finetuning", None} else None
-    found = (_below(p, f"{title}/{p.name}", inner, levels=levels - 1) for p in parts)
-    return list(itertools.chain.from_iterable(found))
+def _unreadable(path: Path, error: OSError) -> ElectraError:
+    return ElectraError(f"The folder cannot be read: {error.strerror}.", where=str(path), fix=_NAME)
 
 
 def _sort(path: Path) -> Sort | None:
-    return next((sort for name, sort in _SORTS.items() if (path / name).is_file()), None)
+    # Not Path.is_file, which raises where a folder may not be read.
+    return next((s for name, s in _SORTS.items() if os.path.isfile(path / name)), None)
 
 
 def read_pretraining(path: Path, title: str, *, until: float = math.inf) -> Run:

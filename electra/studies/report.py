@@ -14,6 +14,7 @@ import csv
 import io
 import itertools
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,24 +103,38 @@ def report_sections(sections: Sequence[Section], out: Path | None = None) -> str
 
 
 def read_sections(runs: Sequence[Path]) -> list[Section]:
-    """The runs, also those in folders, by sort: pre-training, fine-tuning, and each study."""
-    paths = list(dict.fromkeys(map(Path, runs)))
+    """The runs, also those in folders, by sort: pre-training, fine-tuning, and each study; at the
+    end what folders hold that cannot be read. A run that is named itself has to be readable."""
+    paths = {os.path.realpath(run): Path(run) for run in runs}  # each run once, whatever its names
     if not paths:
         fix = "give the --out directories of `electra pretrain`, `finetune`, `glue` or `ablate`"
         raise ElectraError("No run is named.", where="RUN", fix=fix)
-    names = [path.resolve().name for path in paths]
+    names = list(map(os.path.basename, paths))
     pretrained: list[Run] = []
     finetuned: list[Run] = []
     studies: list[Study] = []
-    for path, name in zip(paths, names, strict=True):
-        title = name if names.count(name) == 1 else str(path)
-        for place in places(path, title):
-            if place.sort == "study":
-                studies.append(read_study(place.path, place.title))
-            elif place.sort == "pretraining":
-                pretrained.append(read_pretraining(place.path, place.title))
-            else:
-                finetuned.append(read_results(place.path, place.title, place.row))
+    left_out: list[ElectraError] = []
+    seen: set[str] = set()
+    for path, name in zip(paths.values(), names, strict=True):
+        found, unread = places(path, name if names.count(name) == 1 else str(path))
+        left_out += unread
+        for place in found:
+            if (there := os.path.realpath(place.path)) in seen:
+                continue
+            seen.add(there)
+            try:
+                if place.sort == "study":
+                    studies.append(read_study(place.path, place.title))
+                elif place.sort == "pretraining":
+                    pretrained.append(read_pretraining(place.path, place.title))
+                else:
+                    finetuned.append(read_results(place.path, place.title, place.row))
+            except ElectraError as error:
+                if there in paths:
+                    raise
+                left_out.append(error)
+    if not (pretrained or finetuned or studies):
+        raise left_out[0]
     sections: list[Section] = []
     if pretrained:
         panels, more = curve_panels(pretrained, HELD_OUT), curve_panels(pretrained, HEALTH)
@@ -136,6 +151,9 @@ def read_sections(runs: Sequence[Path]) -> list[Section]:
             same.setdefault((study.name, *sorted(study.tasks)), []).append(study)
     for several in same.values():
         sections += _by_scale(several) if len(several) > 1 else []
+    if left_out:
+        items = dict.fromkeys(f"- {code(error.where)}: {code(error.what)}" for error in left_out)
+        sections.append(Section(["## Left out: what cannot be read", "", *items, ""], [], [], []))
     return sections
 
 
