@@ -500,8 +500,7 @@ class PredictCommand(Command):
 
 
 class AblateCommand(Command):
-    """Run a study of the paper, or your own: settings by seeds, scored on GLUE; the same command
-    continues."""
+    """Run a study of the paper or your own, scored on GLUE; the same command continues."""
 
     study: tyro.conf.Positional[str]
     """efficiency, sharing, generator-size, algorithms, rtd-vs-mlm, or a TOML or JSON file with a
