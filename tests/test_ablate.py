@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import inspect
 import io
 import json
 import os
@@ -1380,6 +1381,8 @@ def test_every_symbol_command_and_setting_of_the_paper_map_exists() -> None:
             fields = getattr(thing, "__dataclass_fields__", {})
             assert hasattr(thing, name) or name in fields, symbol
             thing = getattr(thing, name, None)
+            if inspect.isclass(thing) or inspect.isfunction(thing):  # at home, not imported there
+                assert thing.__module__ == MODULES[module], symbol
     commands = [q.split() for q in quoted if q.startswith("electra ")]
     assert len(commands) > 10
     for _, command, *words in commands:
