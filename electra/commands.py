@@ -230,6 +230,8 @@ class PretrainCommand(Command):
 
     def run(self) -> None:
         self.settings.check_sizes()
+        is_begun = os.path.isdir(self.out / "checkpoints")
+        self.settings.check_start(from_model=self.init is not None or is_begun)
         if self.dry_run:
             _print_settings(to_dict(self.settings))
             return

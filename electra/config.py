@@ -506,6 +506,13 @@ class PretrainConfig:
         if self.encoder.init == "local":
             room_for_neighbours(encoders)
 
+    def check_start(self, *, from_model: bool) -> None:
+        """Refuse to start from new weights with a generator that would keep them."""
+        if self.generator.frozen and not from_model:
+            what = "A frozen generator has to be a trained one."
+            fix = "give its run or export as --init"
+            raise ElectraError(what, where="generator.frozen", fix=fix)
+
     @property
     def masked_slots(self) -> int:
         """M: the most positions that are chosen in one sequence (a static shape)."""

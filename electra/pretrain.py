@@ -213,10 +213,8 @@ class Run:
                 self.seconds, lap = float(saved.state["seconds"]), float(saved.state["lap"])
         elif initial is not None:
             self.trainer.optimizer.load({"model": initial})
-        elif config.generator.frozen:
-            what = "A frozen generator has to be a trained one."
-            fix = "give its run or export as --init"
-            raise ElectraError(what, where="generator.frozen", fix=fix)
+        else:
+            config.check_start(from_model=False)
         del saved  # its tensors map the files: pruned ones would keep their room on the disk
         if runtime.any(runtime.agree(float(self.step)) != float(self.step)):
             raise ElectraError(

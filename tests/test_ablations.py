@@ -1034,6 +1034,8 @@ def test_fast_electra_reads_a_trained_generator_and_lets_its_temperature_fall(
     init = ["--init", str(first), *flags.split()]
     assert cli.run(["pretrain", *sizes, *places, *init, "--out", str(second)]) == 0
     seen = dict(zip(steps, temperatures.values(), strict=True))
+    again = [*MICRO, *places, *flags.split(), "--out", str(second)]
+    assert cli.run(["pretrain", *again]) == 0  # from its own checkpoint
     assert {*range(12), 10**6} <= set(seen)
     for step, temperature in seen.items():
         assert temperature == pytest.approx(1 + 2 * math.exp(-step / 4), rel=1e-6), step

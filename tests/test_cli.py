@@ -360,6 +360,16 @@ def test_networks_that_cannot_be_built_are_refused_before_anything_is_done(
     assert told == f"electra: {caught.value}\n"
 
 
+def test_a_frozen_generator_without_a_model_is_refused_before_text_is_prepared(
+    capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
+) -> None:
+    flags = ["--generator.frozen", "--generator.sharing", "none"]
+    run = ["pretrain", "tiny", "--out", tmp_path / "run", *flags]
+    for more in (["--dry-run"], ["--input", text]):
+        assert "A frozen generator has to be a trained one." in refused(capsys, *run, *more)
+    assert not (tmp_path / "run").exists()
+
+
 def test_without_a_generator_its_fractions_are_not_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -349,6 +349,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         "--corpus", p.made.corpus, out=p.file("locked/.lock", "").parent
     ),
     ("pretrain", "--init is no model"): lambda p: p.pretrain("--init", p.here),
+    ("pretrain", "a frozen generator was never trained"): lambda p: p.pretrain(
+        *("--corpus", p.made.corpus, "--generator.frozen", "--generator.sharing", "none"),
+    ),
     ("pretrain", "there is no GPU"): lambda p: p.pretrain(
         "--corpus", p.made.corpus, "--run.device", "cuda"
     ),
