@@ -229,6 +229,25 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path, content: str, reason:
     assert "mine.toml" in caught.value.where
 
 
+@pytest.mark.parametrize("equal", ["steps", "flops"])
+@pytest.mark.parametrize(
+    ("setting", "where"),
+    [
+        ("encoder.init = 'local'\nencoder.embedding_size = 2", "encoder.init"),
+        ("generator.width = 0.3", "generator.width, generator.depth"),
+        ("generator.sharing = 'none'\ngenerator.frozen = true", "generator.frozen"),
+    ],
+)
+def test_a_row_that_cannot_start_is_refused_before_any_runs(
+    tmp_path: Path, setting: str, where: str, equal: ablate.Equal
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(f"[good]\n['bad one']\n{setting}")
+    with pytest.raises(ElectraError) as caught:
+        ablate.make_grid(str(file), ablate.starting_point("tiny"), VOCABULARY, equal)
+    assert caught.value.where == f"{file}: bad one: {where}"
+
+
 @pytest.mark.parametrize(
     ("name", "base"),
     [

@@ -497,6 +497,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("ablate", "a grid names a row twice"): lambda p: p.ablate(
         str(p.file("mine.toml", "['a b']\n['A b']\n")), "--dry-run"
     ),
+    ("ablate", "a row has networks that cannot be built"): lambda p: p.ablate(
+        str(p.file("mine.toml", "[a]\nencoder.embedding_size = 2\n")), "--base", "tiny", "--dry-run"
+    ),
     ("ablate", "it does not start from ELECTRA"): lambda p: p.ablate(
         "sharing", "--base", "bert-small"
     ),

@@ -225,6 +225,13 @@ def make_grid(study: str, base: PretrainConfig, vocab_size: int, equal: Equal) -
         what = "Equal steps or FLOPs are compared here, which minutes do not tell."
         fix = "remove run.minutes, or give a grid of your own with --equal steps"
         raise ElectraError(what, where=f"electra ablate {study}", fix=fix)
+    for label, row in rows.items():  # a cell would only find out when its turn comes
+        try:
+            row.check_sizes()
+            row.check_start(from_model=False)
+        except ElectraError as error:
+            error.where = f"{study}: {label}: {error.where}"
+            raise
     return {label: with_steps(row) for label, row in rows.items()}
 
 
