@@ -18,7 +18,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -64,10 +64,19 @@ def _say(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else print
 
 
+def _each(given: object, where: str) -> Iterable[object]:
+    """One text alone, or what several are in: no table, which would give the names of its columns
+    as if they were its texts."""
+    if isinstance(given, Mapping) or hasattr(given, "columns"):
+        what = f"A whole table is given, not texts: {type(cast(object, given)).__name__}."
+        raise ElectraError(what, where=where, fix="give a list of strings, such as df['text']")
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    return cast(Iterable[object], [given] if is_one else given)
+
+
 def _texts(given: object, where: str) -> tuple[str, ...]:
     """A text, or several of them, with nothing that has no tokens among them."""
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    texts = tuple(cast(Iterable[object], [given] if is_one else given))
+    texts = tuple(_each(given, where))
     for text in texts:
         if not isinstance(text, str) or text != text.encode(errors="ignore").decode():
             what = f"{text!r:.99} is no text of whole characters."
@@ -234,8 +243,7 @@ class Model:
         """(N, D): one vector for each line, of which one may stand alone; settings as for `electra
         embed`."""
         _refuse_unknown(settings, _EMBEDDING, self.embed)
-        given = [lines] if isinstance(lines, str) else lines
-        checked = (line for one in given for line in _texts(one, "embed"))
+        checked = (line for one in _each(lines, "embed") for line in _texts(one, "embed"))
         return embed.embed(hf.encoder_of(self.networks), checked, pooling=pooling, **settings)
 
     def evaluate(self, corpus: Corpus | Place, **settings: Any) -> dict[str, Any]:
@@ -354,7 +362,7 @@ class Finetuned:
         Of a tagger each text is split into words at white space; to a question belongs its passage:
         (question, passage).
         """
-        given = [texts] if isinstance(texts, str) else list(texts)
+        given = list(_each(texts, "predict"))
         if self.task.kind == "tagging":
             rows = [_texts(t.split() if isinstance(t, str) else t, "predict") for t in given]
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import importlib
+import itertools
 import json
 import re
 import shutil
@@ -193,6 +194,22 @@ def test_what_is_no_text_is_refused(made: Made, nothing: Any) -> None:
     ):
         with pytest.raises(ElectraError, match="is no text of whole characters"):
             call()
+
+
+def test_a_table_is_not_its_columns(made: Made) -> None:
+    """Whose names are what a loop over it gives."""
+    rows = {"text": ["one bird", "all birds"]}
+    for table in (rows, pytest.importorskip("pandas").DataFrame(rows)):
+        one, many = (made.model.detect, made.model.encode), (made.model.embed, made.tuned.predict)
+        for call, given in (
+            *itertools.product((*one, *many), [table]),
+            *itertools.product(many, [[table]]),
+        ):
+            with pytest.raises(ElectraError, match="table is given") as told:
+                call(given)
+            assert told.value.where == call.__name__
+            assert "df['text']" in told.value.fix
+        assert len(made.model.embed(table["text"])) == len(made.tuned.predict(table["text"])) == 2
 
 
 def test_training_can_start_from_a_model(
