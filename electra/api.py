@@ -88,6 +88,14 @@ def _source(given: Place | tasks.Table, name: str) -> tasks.Source:
     return Path(given) if isinstance(given, str | os.PathLike) else tasks.Rows(given, name)
 
 
+def _columns(given: object) -> tuple[str, ...]:
+    """The columns that are named: title,body, one name or several, also numbers, as a table in
+    memory may have them."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = () if given is None else str(given).split(",")
+    return tuple(map(str, cast(Iterable[object], given)))
+
+
 def _refuse_unknown(
     settings: Iterable[str], known: Sequence[str], call: Callable[..., Any]
 ) -> None:
@@ -271,8 +279,8 @@ class Model:
         data: Place | tasks.Table,
         out: Place,
         *,
-        text: str | Sequence[str] = (),
-        label: str | None = None,
+        text: str | int | Sequence[str | int] | None = None,
+        label: str | int | None = None,
         task: str | None = None,
         kind: Literal["classification", "regression", "tagging"] | None = None,
         dev: Place | tasks.Table | None = None,
@@ -294,8 +302,8 @@ class Model:
                 Path(out),
                 config,
                 task=task,
-                texts=tuple(text.split(",")) if isinstance(text, str) else tuple(text),
-                label=label,
+                texts=_columns(text),
+                label=None if label is None else str(label),
                 kind=kind,
                 dev=_source(dev, "dev") if dev is not None else None,
                 test=_source(test, "test") if test is not None else None,

@@ -426,6 +426,24 @@ def test_numbers_and_classes_of_pandas_are_those_of_a_file(tmp_path: Path) -> No
         assert tasks.load(None, tasks.Rows(numpy_rows, "data")) == expected
 
 
+@pytest.mark.parametrize("name", [0, "0", [0], ("0",), np.int64(0)])
+def test_columns_may_be_numbers(made: Made, tmp_path: Path, name: Any) -> None:
+    """As those of a table without a header are."""
+    rows = [{0: f"text {i}", 1: "ab"[i % 2]} for i in range(40)]
+    for label in (1, "1"):
+        options = {**TUNE, "seeds": 1, "text": name, "label": label}
+        tuned = made.model.finetune(rows, tmp_path, **options)
+        assert (tuned.task.texts, tuned.task.label) == (("0",), "1")
+    with pytest.raises(ElectraError, match="There is no column '2'"):
+        made.model.finetune(rows, tmp_path, text=name, label=2)
+
+
+def test_no_columns_are_named(made: Made, tmp_path: Path) -> None:
+    options = {**TUNE, "seeds": 1, "text": None, "label": None}
+    tuned = made.model.finetune(made.here / "mine.csv", tmp_path, **options)
+    assert (tuned.task.texts, tuned.task.label) == (("text",), "label")
+
+
 def test_tasks_and_tags_are_read_from_files(made: Made, tmp_path: Path) -> None:
     for how in ({"task": "mrpc"}, {"task": "squad1"}, {"kind": "tagging"}):
         with pytest.raises(ElectraError, match="is read from files, not from rows") as told:
