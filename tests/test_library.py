@@ -378,6 +378,8 @@ _ROW, _OTHER = {"text": "one bird", "label": "one"}, {"text": "all birds", "labe
         ([_ROW, {**_ROW, "label": None}, _OTHER], "The label is missing", "data, row 2"),
         ([_OTHER, _ROW, {**_ROW, "label": np.float32("nan")}], "label is missing", "data, row 3"),
         ([{**_ROW, "label": ("one",)}], "not a label", "data, row 1"),
+        ([{**_ROW, "label": object()}], "not a label", "data, row 1"),
+        ([{**_ROW, "label": torch.tensor([1, 0])}], "not a label", "data, row 1"),
         (["one bird"], "The row is no dictionary: str", "data, row 1"),
         ({"text": ["a"], "label": ["b"]}, "These are no rows: dict", "data"),
         (None, "These are no rows: NoneType", "data"),
@@ -416,14 +418,42 @@ def test_numbers_and_classes_of_pandas_are_those_of_a_file(tmp_path: Path) -> No
         [i % 2 for i in range(40)],
         [i % 2 == 0 for i in range(40)],
         [i / 8 for i in range(40)],
+        np.arange(40, dtype=np.float32) / 10,
+        np.array([0.1, 0.7] * 20, np.float16),
+        pandas.array([0.1, 0.7] * 20, "Float32"),
         pandas.Categorical(["a", "b"] * 20),
     ):
         frame = pandas.DataFrame({"text": texts, "label": labels})
-        frame.to_json(tmp_path / "data.jsonl", orient="records", lines=True)
-        expected = tasks.load(None, tmp_path / "data.jsonl")
+        frame.to_csv(tmp_path / "data.csv", index=False)
+        frame.to_parquet(tmp_path / "data.parquet")
+        expected = tasks.load(None, tmp_path / "data.csv")
+        assert tasks.load(None, tmp_path / "data.parquet") == expected
         assert tasks.load(None, tasks.Rows(frame, "data")) == expected
-        numpy_rows = [{"text": t, "label": label} for t, label in frame.to_numpy(object)]
-        assert tasks.load(None, tasks.Rows(numpy_rows, "data")) == expected
+        rows = [{"text": t, "label": label} for t, label in zip(texts, labels, strict=True)]
+        assert tasks.load(None, tasks.Rows(rows, "data")) == expected
+        if str(frame.dtypes["label"]).lower() not in ("float16", "float32"):  # which it has longer
+            frame.to_json(tmp_path / "data.jsonl", orient="records", lines=True)
+            assert tasks.load(None, tmp_path / "data.jsonl") == expected
+
+
+def test_a_table_of_datasets_is_that_of_its_folder(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = [f"text {i}" for i in range(40)]
+    for kind, labels, names in (
+        (datasets.ClassLabel(names=["no", "yes"]), [0, 1] * 20, ("no", "yes")),
+        (datasets.Value("float32"), [i / 10 for i in range(40)], ()),
+    ):
+        features = datasets.Features({"text": datasets.Value("string"), "label": kind})
+        table = datasets.Dataset.from_dict({"text": texts, "label": labels}, features=features)
+        table.save_to_disk(tmp_path / "data")
+        expected = tasks.load(None, tmp_path / "data")
+        assert expected.task.labels == names
+        if not names:
+            assert {*expected.splits["dev"].labels} <= {*labels}
+        for form in (None, "numpy", "torch"):
+            assert tasks.load(None, tasks.Rows(table.with_format(form), "data")) == expected
+    rows = [*table.with_format("torch")]  # tensors, of which nothing else is known
+    assert tasks.load(None, tasks.Rows(rows, "data")) == expected
 
 
 @pytest.mark.parametrize("name", [0, "0", [0], ("0",), np.int64(0)])

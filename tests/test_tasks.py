@@ -522,7 +522,7 @@ def test_a_test_set_is_answered_wholly_or_not_at_all(write: Write) -> None:
 
 def test_values_that_are_no_strings(tmp_path: Path) -> None:
     rows = [{"text": f"t{n}", "label": [True, False][n % 2]} for n in range(80)]
-    assert load(None, table(".parquet", rows, tmp_path / "a")).task.labels == ("false", "true")
+    assert load(None, table(".parquet", rows, tmp_path / "a")).task.labels == ("False", "True")
     rows = [{"text": f"t{n}", "label": [1.0, 2.0][n % 2]} for n in range(80)]
     assert load(None, table(".parquet", rows, tmp_path / "b")).task.labels == ("1", "2")
     rows[7]["label"] = float("nan")

@@ -16,8 +16,10 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
+from decimal import Decimal
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -77,6 +79,8 @@ class Frame(Protocol):
 
     @property
     def columns(self) -> Any: ...
+    @property
+    def dtypes(self) -> Any: ...
     def itertuples(self, index: bool = ..., name: str | None = ...) -> Iterable[Any]: ...
 
 
@@ -431,6 +435,8 @@ class _Row(NamedTuple):
     id: str
 
 
+# With the same text wherever they come from: that of another object may name where it lies.
+_LABELS = str | int | float | Decimal | date | None  # also bool and datetime
 _Fields = Iterator[tuple[str, dict[str, Any]]]  # where a row is, and its values by column
 
 
@@ -466,7 +472,7 @@ def _collect(
                 raise _bad(f"Column {column!r} is {found}.", where, "correct or remove the row")
             values.append(value)
         answer, known = row.get(label), (row.get(name) for name in ("index", "idx", "id"))
-        if isinstance(answer, list | tuple | dict | set | bytes | np.ndarray):
+        if not isinstance(answer, _LABELS):
             what = f"Column {label!r} is {answer!r:.99}, not a label."
             raise _bad(what, where, "write one class or number a row")
         number = next((value for value in known if value is not None), len(rows))
@@ -480,12 +486,10 @@ def _no_rows(path: Source) -> NoReturn:
 
 
 def _label(value: Any) -> str | None:
-    """A label as text; none where the field is empty, null or not-a-number. 1.0 is the class 1:
-    a column of numbers with gaps is often stored as floats."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return None
-    text = str(value).lower() if isinstance(value, bool) else str(value).strip()
-    return _FLOAT.sub(r"\1", text) or None
+    """A label as text, as pandas writes it; none where the field is empty, null or not-a-number.
+    1.0 is the class 1: a column of numbers with gaps is often stored as floats."""
+    is_missing = value is None or value != value
+    return None if is_missing else _FLOAT.sub(r"\1", str(value).strip()) or None
 
 
 def _number(answer: str) -> float | None:
@@ -537,8 +541,10 @@ def _table(path: Source) -> _Fields:
 
 
 def _in_memory(given: Rows) -> _Fields:
-    """As from a file: what pandas has for a missing value is an empty field."""
+    """As from a file: what pandas has for a missing value is an empty field, and the classes of a
+    table of `datasets` have their names."""
     table: Any = given.table
+    turned = dict[str, Callable[..., Any]]()  # what a column's type says of its values
     fix = "give a path, a DataFrame of pandas, or a list with a dictionary for each row"
     if hasattr(table, "itertuples") and hasattr(table, "columns"):
         names = [str(name) for name in table.columns]
@@ -546,8 +552,16 @@ def _in_memory(given: Rows) -> _Fields:
             raise _bad(f"Two columns have the name {min(twice)!r}.", given, "rename or remove one")
         # Not to_dict("records"): this one leaves out columns of one name.
         rows = (dict(zip(names, row, strict=True)) for row in table.itertuples(False, None))
+        kinds = (str(kind).lower() for kind in table.dtypes)  # Float32, if it has missing values
+        turned = {name: partial(_decimal, kind) for name, kind in zip(names, kinds, strict=True)}
     elif isinstance(table, Iterable) and not isinstance(table, Mapping | str | bytes):
         rows = cast(Iterable[object], table)
+        features: dict[str, Any] = getattr(table, "features", None) or {}
+        for name, spec in features.items():
+            if hasattr(spec, "names"):
+                turned[name] = partial(_class_name, spec.names)
+            elif hasattr(spec, "dtype"):
+                turned[name] = partial(_decimal, spec.dtype)
     else:
         raise _bad(f"These are no rows: {type(table).__name__}.", given, fix)
     for number, row in enumerate(rows, start=1):
@@ -555,6 +569,7 @@ def _in_memory(given: Rows) -> _Fields:
         if not isinstance(row, Mapping):
             raise _bad(f"The row is no dictionary: {type(row).__name__}.", where, fix)
         fields = {str(k): _plain_value(v) for k, v in cast(Mapping[object, object], row).items()}
+        fields |= {name: turn(fields[name]) for name, turn in turned.items() if name in fields}
         for column, value in fields.items():
             if isinstance(value, str) and value != value.encode(errors="ignore").decode():
                 what = f"Column {column!r} is {value!r:.99}, no text of whole characters."
@@ -562,9 +577,23 @@ def _in_memory(given: Rows) -> _Fields:
         yield where, fields
 
 
-def _plain_value(value: object) -> object:
-    """A value of numpy as one of Python; None where it is missing."""
-    value = value.item() if isinstance(value, np.generic) else value
+def _class_name(names: Sequence[str], value: Any) -> Any:
+    """Of a class by its number; none below 0, where the answer is kept back."""
+    if not isinstance(value, int):
+        return value
+    return names[value] if value >= 0 else None
+
+
+def _decimal(kind: str, value: Any) -> Any:
+    """A number of few bits as text has it: 0.1 rather than 0.10000000149."""
+    is_short = kind in ("float16", "float32") and isinstance(value, float)
+    return float(str(np.dtype(kind).type(value))) if is_short else value
+
+
+def _plain_value(value: Any) -> object:
+    """A value of numpy, or a tensor of one, as one of Python; None where it is missing."""
+    if getattr(value, "shape", None) == ():
+        value = _decimal(str(value.dtype).removeprefix("torch."), value.item())
     is_missing = value != value if isinstance(value, float) else False
     return None if is_missing or type(value).__name__ in ("NAType", "NaTType") else value
 
@@ -652,13 +681,16 @@ def _columnar(path: Path) -> _Fields:
         if (path / "dataset_info.json").is_file():
             info = json.loads((path / "dataset_info.json").read_bytes())
         features: dict[str, Any] = info.get("features") or {}
-        classes = {name: spec["names"] for name, spec in features.items() if "names" in spec}
+        short = {"halffloat": "float16", "float": "float32"}  # as Arrow calls them
+        kinds = {f.name: short[str(f.type)] for f in table.schema if str(f.type) in short}
+        turned = {name: partial(_decimal, kind) for name, kind in kinds.items()}
+        for name, spec in features.items():
+            if "names" in spec:
+                turned[name] = partial(_class_name, spec["names"])
         for batch in table.to_batches(max_chunksize=1024):
             for row in batch.to_pylist():
                 number += 1
-                for column, names in classes.items():
-                    value = row[column]
-                    row[column] = None if value is None or value < 0 else names[value]
+                row |= {name: turn(row[name]) for name, turn in turned.items()}
                 yield f"{path}, row {number}", row
     except (pa.ArrowException, *UNFIT) as error:
         where, what = f"{path}, row {number + 1}", f"The data cannot be read: {error}."
