@@ -870,7 +870,11 @@ def test_a_run_that_is_done_is_left_alone(
         ({"learning_rate": 2e-3}, "learning_rate"),
         ({"epochs": 1.0, "seed": 5}, "epochs.*seed"),
         ({"data": loaded(seed=9)}, "another data"),
-        ({"data": loaded(replace(RULE, labels=("a", "b")))}, "another task"),
+        (
+            {"data": loaded(replace(RULE, labels=("a", "b")))},
+            r"task.labels: \['dry', 'wet'\] → \['a', 'b'\]",
+        ),
+        ({"data": loaded(replace(RULE, name="b"), seed=9)}, "another data; task.name: rule → b"),
     ],
 )
 def test_another_run_is_refused(
@@ -882,6 +886,14 @@ def test_another_run_is_refused(
         tune(tmp_path, **changes)
     assert caught.value.where == str(tmp_path)
     assert "another --out" in caught.value.fix
+    assert_same(outcome(tmp_path), before)
+
+
+def test_a_task_may_be_called_otherwise(tune: Tune, tmp_path: Path) -> None:
+    """As a table in memory is, which has no file's name; the run and its files keep theirs."""
+    tune(tmp_path)
+    before = outcome(tmp_path)
+    tune(tmp_path, data=loaded(replace(RULE, name="data")))
     assert_same(outcome(tmp_path), before)
 
 

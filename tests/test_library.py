@@ -357,6 +357,8 @@ def test_rows_in_memory_are_those_of_a_file(made: Made, tmp_path: Path, form: An
     kept = (tmp_path / "memory" / "results.json").read_bytes()
     made.model.finetune(out=tmp_path / "memory", **given, **TUNE)
     made.model.finetune(out=tmp_path / "memory", **files, **TUNE)
+    other_name = {**files, "data": (tmp_path / "data.jsonl").rename(tmp_path / "mine.jsonl")}
+    made.model.finetune(out=tmp_path / "memory", **other_name, **TUNE)
     assert (tmp_path / "memory" / "results.json").read_bytes() == kept
     given["data"] = form([*rows[1:20], {"text": "all others", "label": "one"}])
     with pytest.raises(ElectraError, match="another data"):

@@ -211,16 +211,20 @@ class _Run:
                 # A setting newer than the record had its default.
                 old = to_dict(FinetuneConfig()) | before["settings"]
                 changed = differences(old, record["settings"])
-                before = before | {"task": {"offset": 0.0} | before["task"]}
+                task = {"offset": 0.0} | before["task"]
+                named, of_task = task["name"], differences({"task": task}, {"task": record["task"]})
             forbidden = [line for key, line in changed.items() if key not in _MAY_CHANGE]
-            for key in ("task", "encoder", "tokenizer", "data"):
+            for key in ("encoder", "tokenizer", "data"):
                 if before.get(key) != record[key]:
                     forbidden.append(f"another {key if key != 'encoder' else 'model'}")
-            if forbidden:
-                told = "; ".join(forbidden)
+            if forbidden or of_task.keys() - {"task.name"}:
+                told = "; ".join([*forbidden, *of_task.values()])
                 what = f"This directory holds a fine-tuning with other settings: {told}."
                 fix = "give the settings it began with, or choose another --out"
                 raise ElectraError(what, where=str(self.out), fix=fix)
+            # A table has another name in memory than in its file: the one it began with stays.
+            record["task"]["name"] = named
+            self.data.task = dataclasses.replace(self.data.task, name=named)
         write_atomic(path, json_bytes(record, indent=1))
 
     def finish(self, results: list[dict[str, Any]]) -> dict[str, Any]:
