@@ -215,6 +215,16 @@ def tuned_otherwise(p: Place) -> Args:
     return p.finetune(p.made.table, "--epochs", "1", "--learning-rate", "0.5")
 
 
+def fewer_seeds(p: Place) -> Args:
+    """As if of two seeds the second had been the best."""
+    shutil.copytree(p.made.tuned, p.out)
+    record = json.loads((p.out / "finetune.json").read_bytes())
+    record["settings"]["seeds"] = 2
+    (p.out / "finetune.json").write_text(json.dumps(record))
+    (p.out / "seed-0" / "weights.safetensors").unlink()
+    return p.finetune(p.made.table, "--epochs", "1")
+
+
 def damaged_model(p: Place) -> Args:
     tuned = p.copy(p.made.tuned)
     damage(tuned / "model" / "model.safetensors")
@@ -471,6 +481,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         p.made.table
     ),
     ("finetune", "the run has other settings"): tuned_otherwise,
+    ("finetune", "the best of fewer seeds was not kept"): fewer_seeds,
     # glue
     ("glue", "there is no task"): lambda p: [
         *("glue", "--model", p.made.export, "--data", p.here, "--out", p.out),

@@ -854,6 +854,30 @@ def test_fewer_seeds_than_before(tune: Tune, tmp_path: Path) -> None:
     assert tune(tmp_path, seeds=1, keep="all")["summary"]["seeds"] == 1
 
 
+def test_fewer_seeds_whose_best_was_not_kept(tune: Tune, tmp_path: Path) -> None:
+    """Nothing is written, and both ways out that are told lead out."""
+    scores = [seed["score"] for seed in tune(tmp_path / "a", **DIFFERENT)["seeds"]]
+    assert max(scores[:2]) < scores[2]
+    best = scores.index(max(scores[:2]))
+    before = outcome(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "b" / "results.json").unlink()  # as after a kill at the end of the last seed
+    for name in "ab":
+        with pytest.raises(ElectraError, match="best of these 2 seeds were not kept") as caught:
+            tune(tmp_path / name, **DIFFERENT | {"seeds": 2})
+        place = tmp_path / name / f"seed-{best}"
+        assert caught.value.where == str(place)
+        assert caught.value.fix.startswith(f"ask for 3 seeds as before, or delete {place};")
+        if name == "a":
+            assert_same(outcome(tmp_path / name), before)
+        tune(tmp_path / name, **DIFFERENT)
+        assert_same(outcome(tmp_path / name), before)
+    shutil.rmtree(place)
+    assert tune(tmp_path / "b", **DIFFERENT | {"seeds": 2})["summary"]["best"] == scores[best]
+    # The weights of the third seed are still there.
+    assert tune(tmp_path / "b", **DIFFERENT)["summary"]["best"] == scores[2]
+
+
 def test_a_run_that_is_done_is_left_alone(
     tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

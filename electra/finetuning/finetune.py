@@ -222,10 +222,21 @@ class _Run:
                 what = f"This directory holds a fine-tuning with other settings: {told}."
                 fix = "give the settings it began with, or choose another --out"
                 raise ElectraError(what, where=str(self.out), fix=fix)
+            if old["seeds"] != self.config.seeds:
+                self._refuse_gone(old["seeds"])
             # A table has another name in memory than in its file: the one it began with stays.
             record["task"]["name"] = named
             self.data.task = dataclasses.replace(self.data.task, name=named)
         write_atomic(path, json_bytes(record, indent=1))
+
+    def _refuse_gone(self, before: int) -> None:
+        """Of fewer seeds than before another one may be the best, whose weights were not kept."""
+        results = [self.result(seed) for seed in self.seeds]
+        best = self.place(_best(results)["seed"]) if all(results) else None
+        if best is not None and not (best / "weights.safetensors").exists():
+            what = f"The weights of the best of these {len(results)} seeds were not kept."
+            fix = f"ask for {before} seeds as before, or {_again(best)}"
+            raise ElectraError(what, where=str(best), fix=fix)
 
     def finish(self, results: list[dict[str, Any]]) -> dict[str, Any]:
         """Summary, ensemble, test files and the exported model."""
@@ -444,9 +455,9 @@ class _SeedRun:
             write_atomic(self.here / "weights.safetensors", tensors_bytes(trainer.weights()))
         write_atomic(self.here / "result.json", json_bytes(result, indent=1))
         if config.keep == "best" and is_best:
-            for path in self.run.out.glob("seed-*/weights.safetensors"):
-                if path.parent != self.here:
-                    path.unlink()
+            for other in self.run.seeds:  # of more seeds than these another one may be the best
+                if other != self.seed:
+                    (self.run.place(other) / "weights.safetensors").unlink(missing_ok=True)
         shutil.rmtree(self.here / "checkpoints")
         return result
 
