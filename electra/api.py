@@ -222,9 +222,6 @@ class Model:
 
     def __init__(self, path: Place) -> None:
         self.path = Path(path)
-        if any((self.path / name).is_file() for name in ("finetune.json", "head.safetensors")):
-            fix = "open it with electra.load_finetuned"
-            raise ElectraError("This is a model of a task.", where=str(path), fix=fix)
         self.networks = hf.load_pretrained(detect.with_generator(self.path))
 
     def __repr__(self) -> str:

@@ -524,6 +524,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("detect", "there is no discriminator"): lambda p: [
         *("detect", "a", "--model", p.made.export / "generator"),
     ],
+    ("detect", "the model is one of a task"): lambda p: ["detect", "a", "--model", p.made.tuned],
     ("detect", "no model is named, none is shipped"): lambda _: ["detect", "a"],
     ("serve", "there is no model"): lambda p: ["serve", p.here],
     ("serve", "a limit is out of range"): lambda p: ["serve", p.here, "--queue", "0"],

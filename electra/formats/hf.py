@@ -233,6 +233,10 @@ def _read_record(directory: Path) -> dict[str, Any]:
 
 
 def read_model(path: Path, *, with_heads: bool, allow_bin: bool = False) -> Pretrained:
+    of_task = ("finetune.json", "head.safetensors")
+    if with_heads and any((path / name).is_file() for name in of_task):
+        fix = "open it with electra.load_finetuned or electra predict; here, give one before a task"
+        raise ElectraError("This is a model of a task.", where=str(path), fix=fix)
     places = (path, path / "discriminator", path / "generator")
     directories = [place for place in places if (place / "config.json").is_file()]
     tokenizer, beside, note = None, None, ""
