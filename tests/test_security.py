@@ -257,7 +257,9 @@ def test_no_module_unpickles_evaluates_or_unpacks(path: Path) -> None:
         assert 'torch.load(path, map_location="cpu", weights_only=True)' in source
     elif path.name == "ui.py":  # packs a model for its download, and opens no archive
         assert found == ["zipfile"]
-        assert re.findall(r"zipfile\.\w+\(.*", source) == ['zipfile.ZipFile(sink, "w") as archive:']
+        assert re.findall(r"zipfile\.\w+\(.*", source) == [
+            'zipfile.ZipFile(whole, "w") as archive:'
+        ]
     else:
         assert not found
 
