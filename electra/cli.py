@@ -143,10 +143,13 @@ def _check_out(command: Command) -> None:
     """Refuse a place that cannot be written to before hours of work are put into it."""
     out: Path | None = getattr(command, "out", None)
     if out is not None and not getattr(command, "dry_run", False):
-        from .files import check_place, exclusive
+        from .files import check_place, exclusive, refuse_another
 
         is_file = isinstance(command, EvaluateCommand | PredictCommand | EmbedCommand)
         check_place(out.parent if is_file else out)
+        if isinstance(command, PretrainCommand | FinetuneCommand):
+            is_pretraining = isinstance(command, PretrainCommand)
+            refuse_another(out, "run.json" if is_pretraining else "finetune.json")
         # A look before heavy imports; the lock is held later, where there is something to write.
         writers = PrepareCommand | PretrainCommand | FinetuneCommand | AblateCommand
         is_first = os.environ.get("RANK", "0") == "0"

@@ -164,6 +164,24 @@ def existing(path: Path) -> Path:
     return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.lexists(p))
 
 
+# What the file of each kind of directory says of it.
+_MARKS = {
+    "run.json": "a run of pre-training",
+    "finetune.json": "a fine-tuning",
+    "electra.json": "an exported model",
+    "manifest.json": "a corpus",
+}
+
+
+def refuse_another(directory: Path, own: str) -> None:
+    """Refuses a directory that is something else of ours than what has the file `own`: the two
+    would mix, and overwrite each other's files."""
+    for name, what in _MARKS.items():
+        if name != own and (directory / name).is_file():
+            fix = "choose another --out"
+            raise ElectraError(f"There is {what} in this directory.", directory, fix)
+
+
 def check_place(directory: Path) -> None:
     """Refuses a place where no directory can be made or written, before anything is read."""
     place = existing(directory)

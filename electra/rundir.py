@@ -25,7 +25,7 @@ from .config import PretrainConfig, RunConfig, flat, from_dict, to_dict
 from .data.corpus import Corpus
 from .data.tokenizer import Tokenizer
 from .errors import DiskFull, ElectraError
-from .files import json_bytes, read_json, reading, storage_errors, write_atomic
+from .files import json_bytes, read_json, reading, refuse_another, storage_errors, write_atomic
 from .objectives import Objective, SpecialIds, build_objective
 from .optim import Adam
 from .runlog import read_metrics
@@ -94,6 +94,8 @@ def enter_run(
     Returns what has changed, in words.
     """
     changed: dict[str, str] = {}
+    refuse_another(out, "run.json")
+    texts = corpus.manifest.inputs["files"]
     if before:
         changed = _compare(config, corpus, out, before, force)
     elif (out / "checkpoints").exists() and not (out / "run.json").exists():
@@ -101,6 +103,12 @@ def enter_run(
             "This directory has checkpoints but no run.json.",
             where=str(out),
             fix="restore run.json, or choose another --out",
+        )
+    elif any(Path(f["path"]).absolute().parent == out.absolute() for f in texts):
+        raise ElectraError(
+            "The corpus was made from text in this directory.",
+            where=str(out),
+            fix="choose another --out: the run's files would be read as text next time",
         )
     config.check_sizes()
     if not before and (out / "run.json").exists():  # of a run that never saved anything

@@ -346,6 +346,12 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("pretrain", "the run has other settings"): lambda p: p.pretrain(
         "--corpus", p.made.corpus, "--run.seed", "9", out=p.copy(p.made.run)
     ),
+    ("pretrain", "the output is something else of electra"): lambda p: p.pretrain(
+        "--corpus", p.made.corpus, out=p.copy(p.made.corpus)
+    ),
+    ("pretrain", "the output has the text of the corpus"): lambda p: p.pretrain(
+        "--corpus", prepared(p), out=p.text.parent
+    ),
     ("pretrain", "checkpoints without run.json"): lambda p: p.pretrain(
         "--corpus", p.made.corpus, out=other_run(p)
     ),
@@ -401,6 +407,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ],
     ("export", "the output holds something else"): lambda p: [
         *("export", p.made.run, "--out", p.file("mine/notes", "").parent),
+    ],
+    ("export", "the output is a model of a task"): lambda p: [
+        *("export", p.made.run, "--out", p.copy(p.made.tuned / "model")),
     ],
     # evaluate
     ("evaluate", "there is no corpus"): lambda p: p.evaluate(p.made.export, "--corpus", p.here),
@@ -481,6 +490,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
         p.made.table
     ),
     ("finetune", "the run has other settings"): tuned_otherwise,
+    ("finetune", "the output is something else of electra"): lambda p: p.finetune(
+        p.made.table, "--out", p.copy(p.made.run)
+    ),
     ("finetune", "the best of fewer seeds was not kept"): fewer_seeds,
     # glue
     ("glue", "there is no task"): lambda p: [

@@ -376,6 +376,17 @@ def test_an_export_replaces_an_export_and_nothing_else(vocabulary: Path, tmp_pat
         hf_export.export(objective, settings(kind="mlm"), vocabulary, out, step=step)
         assert json.loads((out / "electra.json").read_bytes())["step"] == step
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    (out / "mine").mkdir()
+    (out / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ElectraError, match="something else at the place of the export: mine"):
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, out)
+    assert (out / "mine" / "notes.txt").read_text() == "mine"
+    shutil.rmtree(out / "mine")
+    (out / "electra.json").write_text('{"task": {}}')
+    with pytest.raises(ElectraError, match="a model of a task"):
+        hf_export.export(objective, settings(kind="mlm"), vocabulary, out)
+    (out / "electra.json").write_text("{")  # damaged: who exports again wants it whole
+    hf_export.export(objective, settings(kind="mlm"), vocabulary, out)
     (out / "electra.json").unlink()
     with pytest.raises(ElectraError, match="something else"):
         hf_export.export(objective, settings(kind="mlm"), vocabulary, out)

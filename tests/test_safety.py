@@ -461,8 +461,8 @@ from pathlib import Path
 from electra.formats.hf_export import _replacing
 
 def write(out, text):
-    with _replacing(out) as folder:
-        for name in ("electra.json", "a", "b"):
+    with _replacing(out, of_task=False) as folder:
+        for name in ("electra.json", "README.md", "config.json"):
             (folder / name).write_text(text)
 
 def dying(function):
@@ -509,10 +509,10 @@ def test_an_export_that_dies_while_it_replaces_another_leaves_one_of_them(tmp_pa
         assert not out.exists() or len(list(out.iterdir())) == 3, at  # nor a part of one
         states |= found
         if found == {"none"}:  # between the two renames; the next try is refused half way
-            with pytest.raises(KeyError), hf_export._replacing(out):
+            with pytest.raises(KeyError), hf_export._replacing(out, of_task=False):
                 raise KeyError
-            assert (out / "a").read_text() == "old"
-        with hf_export._replacing(out) as folder:
+            assert (out / "README.md").read_text() == "old"
+        with hf_export._replacing(out, of_task=False) as folder:
             (folder / "electra.json").write_text("newest")
         assert [path.read_text() for path in out.iterdir()] == ["newest"]
     assert states == {"old", "new", "none"}

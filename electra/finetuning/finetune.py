@@ -39,7 +39,7 @@ from .. import runtime as runtimes
 from ..checkpoint import Saver, has_any, load_newest
 from ..config import EncoderConfig, FinetuneConfig, RunConfig, to_dict
 from ..errors import CorruptError, ElectraError, Stopped, StopRequest
-from ..files import exclusive, json_bytes, read_json, reading, write_atomic
+from ..files import exclusive, json_bytes, read_json, reading, refuse_another, write_atomic
 from ..formats.hf import LoadedEncoder
 from ..formats.hf_export import export_finetuned, refuse_foreign
 from ..rundir import differences
@@ -101,7 +101,8 @@ def finetune(
         what = "Several processes cannot share a fine-tuning."
         fix = "start it without torchrun; one GPU trains several seeds at once"
         raise ElectraError(what, where="WORLD_SIZE", fix=fix)
-    refuse_foreign(out / "model")  # before hours of work, not behind them
+    refuse_another(out, "finetune.json")  # before hours of work, not behind them
+    refuse_foreign(out / "model", of_task=True)
     before = read_json(out / "finetune.json")
     if not _has_past(out):
         before = {}

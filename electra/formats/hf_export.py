@@ -24,7 +24,7 @@ import math
 import os
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +41,7 @@ from ..errors import CorruptError, ElectraError
 from ..files import (
     fsync_dir,
     json_bytes,
+    read_json,
     storage_errors,
     write_atomic,
     xxh3_file,
@@ -94,6 +95,19 @@ class Storage(NamedTuple):
 
 
 WHOLE = Storage()
+# What an export has, and what `electra onnx` puts beside it: a new one replaces nothing else.
+_OWN = {
+    *("electra.json", "discriminator", "generator", "README.md", card.PICTURE, "config.json"),
+    *(
+        WEIGHTS,
+        "head.safetensors",
+        "model.onnx",
+        "model_quantized.onnx",
+        "vocab.txt",
+        "tokenizer.json",
+    ),
+    *("tokenizer_config.json", "special_tokens_map.json"),
+}
 
 
 def export_run(
@@ -165,7 +179,7 @@ def export_networks(
     if storage.half:
         networks = tuple(replace(n, tensors=_rounded(n.tensors)) for n in networks)
     differences: list[float] = []
-    with _replacing(out) as temporary:
+    with _replacing(out, of_task=False) as temporary:
         for network in networks:
             _write(temporary / network.kind, network, tokenizer, story, license, storage=storage)
         write_atomic(temporary / "electra.json", json_bytes(record, indent=1))
@@ -223,7 +237,7 @@ def export_finetuned(
         "label2id": {name: i for i, name in enumerate(labels)},
         "problem_type": problems.get(task.kind),
     }
-    with _replacing(out) as temporary:
+    with _replacing(out, of_task=True) as temporary:
         story = card.of_finetuning(task, results, length, has_class=has_class, run=run)
         license = dict(results.get("settings", {})).get("license", "unknown")
         _write(temporary, network, tokenizer, story, license, settings, length)
@@ -239,17 +253,28 @@ def export_finetuned(
         _compare(temporary, network, again.model, tokenizer)
 
 
-def refuse_foreign(out: Path) -> None:
-    """Nothing but an earlier export is replaced by another one."""
+def refuse_foreign(out: Path, *, of_task: bool) -> None:
+    """Nothing but an earlier export of the same sort is replaced by another one."""
+    record, found = dict[str, Any](), ""
     is_export = (out / "electra.json").is_file()
-    if out.exists() and not is_export and (not out.is_dir() or any(out.iterdir())):
-        what = "There is something else at the place of the export."
+    if is_export:
+        with suppress(CorruptError):  # a damaged one may be replaced
+            record = read_json(out / "electra.json")
+    if record and ("task" in record) != of_task:
+        found = "a pre-trained model" if of_task else "a model of a task"
+    elif out.is_dir():
+        kept = _OWN | record.get("files", {}).keys() if is_export else set[str]()
+        found = ", ".join(sorted({path.name for path in out.iterdir()} - kept)[:3])
+    elif out.exists():
+        found = "a file"
+    if found:
+        what = f"There is something else at the place of the export: {found}."
         fix = "choose a new or empty directory, or an earlier export, which is replaced"
         raise ElectraError(what, where=str(out), fix=fix)
 
 
 @contextmanager
-def _replacing(out: Path) -> Generator[Path]:
+def _replacing(out: Path, *, of_task: bool) -> Generator[Path]:
     """A directory beside `out` that takes its place when the block ends, or vanishes with it."""
     if out.is_symlink():  # what it leads to is replaced: the link is somebody's, and stays
         out = out.resolve()
@@ -262,7 +287,7 @@ def _replacing(out: Path) -> Generator[Path]:
 
     with storage_errors(out):
         put_back()
-    refuse_foreign(out)
+    refuse_foreign(out, of_task=of_task)
     try:
         with storage_errors(out):
             for left_over in (temporary, before):
