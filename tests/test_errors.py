@@ -453,7 +453,6 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("finetune", "there are no rows"): lambda p: p.finetune("text,label\n"),
     ("finetune", "a column is missing"): lambda p: p.finetune("txt,label\na,b\n"),
     ("finetune", "a text is empty"): lambda p: p.finetune("text,label\n ,b\n"),
-    ("finetune", "the separator is another one"): lambda p: p.finetune("text;label\na;b\n"),
     ("finetune", "a row has too many columns"): lambda p: p.finetune("text,label\na,b,c\n"),
     ("finetune", "a quotation mark is not closed"): lambda p: p.finetune('text,label\n"a,b\n'),
     ("finetune", "two columns have one name"): lambda p: p.finetune("text,text\na,b\n"),

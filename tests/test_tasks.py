@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -110,16 +109,29 @@ def test_cola_has_no_header_in_train_and_dev(write: Write, tmp_path: Path) -> No
     assert list(loaded.splits) == ["train", "dev", "test"]
 
 
+@pytest.mark.parametrize("said", ["", "sep=;\n", "\n"])
 @pytest.mark.parametrize(
     ("name", "found"), [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", ","), ("a.tsv", ";")]
 )
-def test_another_separator_is_named(name: str, found: str, write: Write, tmp_path: Path) -> None:
+def test_another_separator_is_found(name: str, found: str, said: str, write: Write) -> None:
     """Semicolons are what spreadsheets write where the comma is the decimal sign."""
-    write(name, f"text{found}label\nyes, well{found}a\nno{found}b\n")
-    words = f"The header has {found!r} between its names"
-    with pytest.raises(ElectraError, match=re.escape(words)) as caught:
-        load(None, tmp_path / name)
-    assert caught.value.where == f"{tmp_path / name}, line 1"
+    said = said.replace(";", found)
+    text = f'{said}"text"{found}label\n"yes{found} well"{found}a\nno{found}b\n'
+    loaded = load(None, write(name, text), dev=write("dev.csv", "text,label\nx,a\n"))
+    assert loaded.splits["train"].texts == [(f"yes{found} well",), ("no",)]
+    assert labels(loaded, "train") == ["a", "b"]
+    assert [note for note in loaded.notes if "columns" in note] == [
+        f"{name}: read with {found!r} between columns"
+    ]
+    bad = write(name, f"{text}one\n")
+    line = 5 if said else 4
+    fails(lambda: load(None, bad), "1 columns, not 2", f"{bad}, line {line}")
+
+
+def test_a_separator_in_the_only_name_is_text(write: Write) -> None:
+    task = Task(name="t", kind="classification", metric="f1", texts=("one, two; three",))
+    path = write("a.csv", '"one, two; three"\n"a, b"\n')
+    assert read_inputs(path, task).texts == [("a, b",)]
 
 
 def test_mrpc_with_its_mark_and_column_names(write: Write, tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def _load_table(
     rows, notes = dict[str, list[_Row]](), list[str]()
     for split, file in sorted(files.items(), key=lambda item: item[0] != "train"):
         columns = (texts,) if texts else _TEXTS  # the training file decides for all
-        rows[split], found = _collect(file, _table(file), columns, (label,), split != "test")
+        rows[split], found = _collect(file, _table(file, notes), columns, (label,), split != "test")
         if not texts:
             notes.append(f"text is read from {' and '.join(found)}")
         texts = found
@@ -524,7 +524,7 @@ def _coded(row: _Row, task: Task, codes: Mapping[str, int]) -> Any:
 # ------------------------------------------------------------------ formats
 
 
-def _table(path: Source) -> _Fields:
+def _table(path: Source, notes: list[str] | None = None) -> _Fields:
     """The rows of a table in any of the formats."""
     if isinstance(path, Rows):
         return _in_memory(path)
@@ -533,7 +533,7 @@ def _table(path: Source) -> _Fields:
     if path.is_dir() or suffix == ".parquet":
         return _columnar(path)
     if suffix in (".csv", ".tsv"):
-        return _separated(path, "," if suffix == ".csv" else "\t")
+        return _separated(path, "," if suffix == ".csv" else "\t", notes=notes)
     if suffix in _TABLES:
         return _json(path)
     fix = f"known are {' '.join(_TABLES)}; words and tags in columns are of kind tagging"
@@ -603,6 +603,23 @@ def _ragged(where: str, found: int, wanted: int) -> ElectraError:
     return _bad(f"The row has {found} columns, not {wanted}.", where, fix)
 
 
+def _separator(lines: Iterator[str], usual: str) -> tuple[str, Iterator[str]]:
+    """What is between the columns, and the lines to read: spreadsheets write semicolons where the
+    comma is the decimal sign, and some say so in a first line `sep=;`, which becomes a blank one.
+    """
+    start = list[str]()
+    for line in lines:
+        if said := re.fullmatch(r"sep=([;,\t|])\n", line):
+            return said[1], chain(start, ["\n"], lines)
+        start.append(line)
+        if line != "\n":
+            break
+    header, marks = start[-1:], (usual, *";,\t")
+    found = {mark: len(next(csv.reader(header, delimiter=mark), ())) for mark in marks}
+    other = max(found, key=lambda mark: found[mark])
+    return usual if found[usual] > 1 else other, chain(start, lines)
+
+
 def _separated(
     path: Path,
     separator: str,
@@ -612,16 +629,21 @@ def _separated(
     broken: int = 0,
     notes: list[str] | None = None,
 ) -> _Fields:
-    """Not `quoted`, as the files of GLUE: quotation marks are text, blank lines are rows.
+    """Not `quoted`, as the files of GLUE: quotation marks are text, blank lines are rows, and the
+    separator is the one given.
 
     Up to `broken` rows that are too short are left out, with a note.
     """
     csv.field_size_limit(_MAX_FIELD)
     lines = (f"{line}\n" for _, line in read_lines(path))
     quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
-    short, where = 0, f"{path}, line 1"
+    short, where, usual = 0, f"{path}, line 1", separator
     try:
+        if quoted:
+            separator, lines = _separator(lines, usual)
+        if separator != usual and notes is not None:
+            notes.append(f"{path.name}: read with {separator!r} between columns")
+        reader = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         for row in reader:
             row = row if row or quoted else [""]
             if not header:
@@ -629,9 +651,6 @@ def _separated(
                 if twice := {name for name in header if header.count(name) > 1}:
                     what = f"Two columns have the name {min(twice)!r}."
                     raise _bad(what, where, "rename or remove one")
-                if quoted and len(row) == 1 and (other := re.search("[;,\t]", row[0])):
-                    what = f"The header has {other[0]!r} between its names, not {separator!r}."
-                    raise _bad(what, where, "save it with commas as .csv, or with tabs as .tsv")
             elif len(row) == len(header):
                 yield where, dict(zip(header, row, strict=True))
             elif len(row) > len(header) or (row and (short := short + 1) > broken):
