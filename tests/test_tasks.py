@@ -128,6 +128,13 @@ def test_another_separator_is_found(name: str, found: str, said: str, write: Wri
     fails(lambda: load(None, bad), "1 columns, not 2", f"{bad}, line {line}")
 
 
+def test_columns_without_a_name_are_left_out(write: Write) -> None:
+    path = write("a.csv", "text,label,,\none,a,,\ntwo,b,,note\n")
+    loaded = load(None, path, dev=path)
+    assert loaded.splits["train"].texts == [("one",), ("two",)]
+    assert labels(loaded, "train") == ["a", "b"]
+
+
 def test_a_separator_in_the_only_name_is_text(write: Write) -> None:
     task = Task(name="t", kind="classification", metric="f1", texts=("one, two; three",))
     path = write("a.csv", '"one, two; three"\n"a, b"\n')

@@ -548,8 +548,7 @@ def _in_memory(given: Rows) -> _Fields:
     fix = "give a path, a DataFrame of pandas, or a list with a dictionary for each row"
     if hasattr(table, "itertuples") and hasattr(table, "columns"):
         names = [str(name) for name in table.columns]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise _bad(f"Two columns have the name {min(twice)!r}.", given, "rename or remove one")
+        _refuse_twice(names, given)
         # Not to_dict("records"): this one leaves out columns of one name.
         rows = (dict(zip(names, row, strict=True)) for row in table.itertuples(False, None))
         kinds = (str(kind).lower() for kind in table.dtypes)  # Float32, if it has missing values
@@ -596,6 +595,12 @@ def _plain_value(value: Any) -> object:
         value = _decimal(str(value.dtype).removeprefix("torch."), value.item())
     is_missing = value != value if isinstance(value, float) else False
     return None if is_missing or type(value).__name__ in ("NAType", "NaTType") else value
+
+
+def _refuse_twice(names: Sequence[str], where: object) -> None:
+    """Columns without a name, as spreadsheets leave behind the last one, cannot be mixed up."""
+    if twice := {name for name in names if name.strip() and names.count(name) > 1}:
+        raise _bad(f"Two columns have the name {min(twice)!r}.", where, "rename or remove one")
 
 
 def _ragged(where: str, found: int, wanted: int) -> ElectraError:
@@ -648,9 +653,7 @@ def _separated(
             row = row if row or quoted else [""]
             if not header:
                 header = row
-                if twice := {name for name in header if header.count(name) > 1}:
-                    what = f"Two columns have the name {min(twice)!r}."
-                    raise _bad(what, where, "rename or remove one")
+                _refuse_twice(header, where)
             elif len(row) == len(header):
                 yield where, dict(zip(header, row, strict=True))
             elif len(row) > len(header) or (row and (short := short + 1) > broken):
