@@ -489,7 +489,7 @@ CSV = "text,label\none,a\ntwo,b\n"
         ("a.csv", "txt,label\none,a\n", "no column 'text'", "line 2", "'txt'"),
         ("a.csv", "text,lable\none,a\n", "no column 'label'", "line 2", "'lable'"),
         ("a.csv", CSV + " ,a\n", "'text' is empty", "line 4", ""),
-        ("a.csv", CSV + "\nthree,\n", "label is missing", "line 5", ""),
+        ("a.csv", CSV + "\nthree,\n", r"label is missing \(in 1 of 3", "line 5", ""),
         ("a.csv", CSV + "three\n", "1 columns, not 2", "line 4", ""),
         ("a.csv", CSV + '"x\ny",a\nthree,b,c\n', "3 columns, not 2", "line 6", ""),
         ("a.csv", CSV + '"three,b\n', "Broken row", "line 4", "quotation"),
@@ -508,7 +508,7 @@ CSV = "text,label\none,a\ntwo,b\n"
         ("a.jsonl", '{"text": 3, "label": 1}', "is 3, not a text", "line 1", ""),
         ("a.jsonl", '{"text": null, "label": 1}', "is empty", "line 1", ""),
         ("a.jsonl", '{"text": "\\ud800", "label": 1}', "surrogates", "line 1", ""),
-        ("a.jsonl", '{"text": "a", "label": null}', "label is missing|too few", "a.jsonl", ""),
+        ("a.jsonl", '{"text": "a", "label": null}', "label is missing", "line 1", ""),
         ("a.parquet", b"PAR1 nonsense", "cannot be read", "row 1", ""),
     ],
 )
@@ -529,6 +529,13 @@ def test_labels_that_are_only_in_dev_or_test(write: Write) -> None:
         fails(lambda: load(None, train.parent), "'bb' is not a class", place, "'b'")
         bad.write_text(CSV)
     fails(lambda: load(None, train.with_name("none.csv")), "No such file", "none.csv")
+
+
+def test_all_missing_labels_of_a_file_are_counted(tmp_path: Path) -> None:
+    """Also those of rows that would have been held out."""
+    rows = [{"text": f"t{n}", "label": "ab"[n % 2] if n % 3 else ""} for n in range(1, 61)]
+    path = table(".csv", rows, tmp_path / "a")
+    fails(lambda: load(None, path), r"missing \(in 20 of 60 rows\)", f"{path}, line 4")
 
 
 def test_a_test_set_is_answered_wholly_or_not_at_all(write: Write) -> None:
@@ -581,7 +588,7 @@ def test_tags_of_other_sorts_and_a_held_out_part(write: Write) -> None:
     ("content", "what", "where"),
     [
         ("a O\nb B-X\n\nc\n", "1 columns, not 2", "line 4"),
-        ("a\nb\n", "label is missing|too few", ""),
+        ("a\nb\n", "label is missing", ""),
         ("\n\n", "no rows", ""),
         ("a O\nb O\n", "All labels", ""),
     ],

@@ -386,6 +386,7 @@ def _finish(task: Task, rows: dict[str, list[_Row]], notes: list[str], train: So
         fix = "check the column of the label; at least two classes are needed"
         raise _bad(f"All labels of the training set are {task.labels[0]!r}.", train, fix)
     if "dev" not in rows:
+        _need_labels(rows["train"])  # of the whole file
         total = len(rows["train"])
         rows["train"], rows["dev"] = _hold_out(rows["train"], task.kind != "regression")
         if not rows["dev"] or not rows["train"]:
@@ -503,13 +504,20 @@ def _number(answer: str) -> float | None:
 def _examples(rows: list[_Row], task: Task, codes: Mapping[str, int], split: str) -> Examples:
     hidden = all(row.label in (None, "-1") for row in rows)  # -1: the hub keeps answers back
     is_known = split.startswith(("train", "dev")) or not hidden
+    if is_known:
+        _need_labels(rows)
     labels = [_coded(row, task, codes) for row in rows] if is_known else []
     return Examples([row.texts for row in rows], labels, [row.id for row in rows])
 
 
+def _need_labels(rows: list[_Row]) -> None:
+    """The error says how many rows lack one: whether to correct a line or the whole file."""
+    if missing := [row.where for row in rows if row.label is None]:
+        what = f"The label is missing (in {len(missing)} of {len(rows)} rows)."
+        raise _bad(what, missing[0], "write it in, or drop the row")
+
+
 def _coded(row: _Row, task: Task, codes: Mapping[str, int]) -> Any:
-    if row.label is None:
-        raise _bad("The label is missing.", row.where, "write it in, or drop the row")
     if task.kind == "tagging":
         return [codes[tag] for tag in row.label]
     is_number = task.kind == "regression"
