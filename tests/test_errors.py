@@ -507,6 +507,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("predict", "the model is damaged"): damaged_model,
     ("predict", "two texts where one is read"): lambda p: p.predict("a\tb"),
     ("predict", "a column is missing"): lambda p: p.predict(p.file("a.csv", "txt\na\n")),
+    ("predict", "the input is a folder"): lambda p: p.predict(p.here),
     ("predict", "the file does not exist"): lambda p: p.predict(p.here / "none.csv"),
     ("predict", "answers have no such format"): lambda p: p.predict(
         "a", "--out", p.here / "a.xlsx"

@@ -182,6 +182,10 @@ def test_a_long_text_is_a_text_and_a_wrong_name_is_none(
         with pytest.raises(ElectraError, match="Cannot open: No such file") as caught:
             glue.predict_rows(run[0], given)
         assert caught.value.where == given
+    (tmp_path / "inputs").mkdir()
+    with pytest.raises(ElectraError, match="This is a folder, not a file") as caught:
+        glue.predict_rows(run[0], "inputs")
+    assert caught.value.where == "inputs"
 
 
 def test_answers_have_a_format(

@@ -200,7 +200,10 @@ def predict_rows(model: Path, given: str) -> list[dict[str, Any]]:
 
 def _names_file(given: str) -> bool:
     """Whether a file is meant: one that is there, or what can only be the name of one, for a typing
-    error in it is no text to answer."""
+    error in it is no text to answer; nor is a folder."""
+    if os.path.isdir(given):
+        fix = "give a file in it; if the word itself is the text, write it into a .txt file"
+        raise ElectraError("This is a folder, not a file of rows.", where=given, fix=fix)
     suffix, _ = split_suffix(Path(given))
     return os.path.isfile(given) or (suffix in tasks.SUFFIXES and not re.search(r"\s", given))
 
