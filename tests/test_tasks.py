@@ -365,14 +365,20 @@ def test_files_of_a_directory_by_their_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "kind", "names", "note"),
     [
-        (["b", "a"], "classification", ("a", "b"), "not numbers"),
+        (["b", "a"], "classification", ("a", "b"), "2 classes ('a', 'b'), as 'a' is not a number;"),
         (["10", "9", "-1"], "classification", ("-1", "9", "10"), "3 different whole"),
         (["1.0", "0.0", "0.0"], "classification", ("0", "1"), "2 different whole"),
         ([str(n) for n in range(30)], "classification", tuple(map(str, range(30))), "30"),
         ([str(n * n) for n in range(30)], "regression", (), "30 different whole"),
-        (["0.5", "2", "-4"], "regression", (), "decimals"),
-        (["1", "2", "x"], "classification", ("1", "2", "x"), "not numbers"),
-        (["1_1", "1_2"], "classification", ("1_1", "1_2"), "not numbers"),
+        (["0.5", "2", "-4"], "regression", (), "decimals; --kind classification if not so"),
+        (["1", "2", "x"], "classification", ("1", "2", "x"), "'x' is not a number; --kind regr"),
+        (["1_1", "1_2"], "classification", ("1_1", "1_2"), "'1_1' is not a number;"),
+        (
+            ["?", "1,5", "2", "3,6"],
+            "classification",
+            ("1,5", "2", "3,6", "?"),
+            "4 classes ('1,5', '2', '3,6', …), as '1,5' is not a number (write 1.5 if it is one);",
+        ),
     ],
 )
 def test_the_kind_is_found_and_said(

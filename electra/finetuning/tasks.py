@@ -343,11 +343,12 @@ def _load_table(
     if not whole.issuperset(numbers) and 2 * len(numbers) > len(answers):
         guess, why = "regression", "labels are numbers with decimals"
     elif len(numbers) < len(answers):
-        guess, why = "classification", "labels are not numbers"
+        guess, why = "classification", _not_numbers(answers)
     else:
         guess = "classification" if few else "regression"
         why = f"labels are {len(whole)} different whole numbers"
-    notes.append(f"{kind}: as asked" if kind else f"{guess}: {why}; ask for another kind if not so")
+    other = "regression" if guess == "classification" else "classification"
+    notes.append(f"{kind}: as asked" if kind else f"{guess}: {why}; --kind {other} if not so")
     task = _classes(name=name, texts=texts, label=label)
     if (kind or guess) == "regression":
         spread = dict(zip(("offset", "scale"), _mean_and_deviation(numbers), strict=True))
@@ -356,6 +357,17 @@ def _load_table(
         order = float if len(numbers) == len(answers) else str
         task = replace(task, labels=tuple(sorted(set(answers), key=order)))
     return _finish(task, rows, notes, files["train"])
+
+
+def _not_numbers(answers: list[str]) -> str:
+    """The classes these make, and the label that would have to be corrected for numbers."""
+    names = sorted(set(answers))
+    shown = ", ".join(f"{name!r:.20}" for name in names[:3]) + (", …" if len(names) > 3 else "")
+    odd = [name for name in names if _number(name) is None]
+    commas = [name for name in odd if re.fullmatch(r"[+-]?\d+,\d+", name)]
+    one = (commas or odd)[0]
+    fix = f" (write {one.replace(',', '.')} if it is one)" if commas else ""
+    return f"{len(names)} classes ({shown}), as {one!r:.40} is not a number{fix}"
 
 
 def _mean_and_deviation(numbers: list[float]) -> tuple[float, float]:
