@@ -434,6 +434,12 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("finetune", "it is no model"): lambda p: [
         *("finetune", "--model", p.here, "--data", p.made.table, "--out", p.out),
     ],
+    ("finetune", "the path of the model is mistyped"): lambda p: [
+        *("finetune", "--model", p.here / "modell", "--data", p.made.table, "--out", p.out),
+    ],
+    ("finetune", "the model is a name on the Hub"): lambda p: [
+        *("finetune", "--model", "google/electra", "--data", p.made.table, "--out", p.out),
+    ],
     ("finetune", "the weights are no safetensors"): lambda p: [
         "finetune",
         "--model",

@@ -550,9 +550,9 @@ def test_a_pickle_is_never_read(copy: Path) -> None:
 
 def test_no_directory(tmp_path: Path) -> None:
     with pytest.raises(ElectraError, match="no fine-tuned model"):
-        hf.load_finetuned(tmp_path / "nowhere")
+        hf.load_finetuned(tmp_path)
     with pytest.raises(ElectraError, match="This is no model"):
-        hf.load_encoder(tmp_path / "nowhere")
+        hf.load_encoder(tmp_path)
 
 
 def test_notes_in_the_card_are_allowed(copy: Path) -> None:

@@ -699,7 +699,21 @@ def test_broken_settings(saved: Path) -> None:
 
 def test_no_model_at_all(tmp_path: Path) -> None:
     refused(tmp_path, "This is no model")
-    refused(tmp_path / "nowhere", "This is no model")
+    refused(tmp_path / "nowhere", "There is nothing at this path")
+
+
+def test_a_name_on_the_hub_is_told_how_to_download_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for load in (hf.load_pretrained, hf.load_encoder, hf.load_finetuned):
+        with pytest.raises(ElectraError, match="nothing at this path") as told:
+            load(Path("google/electra-small"))
+        assert "hf download google/electra-small --local-dir electra-small" in told.value.fix
+        for typo in ("modell", "../a/b", "../b", "a/b/c", str(tmp_path / "b")):
+            with pytest.raises(ElectraError, match="nothing at this path") as told:
+                load(Path(typo))
+            assert told.value.fix == "check the path"
 
 
 def test_a_pickle_is_refused(saved: Path) -> None:

@@ -9,6 +9,8 @@ TensorFlow's checkpoints; a pickle only by `hf_export.import_model`, when it is 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -212,8 +214,19 @@ def _model_of(path: Path) -> Path:
     return inside if is_run else path
 
 
+def _refuse_missing(path: Path) -> None:
+    """A mistyped path is told as one; it may also be meant as the name of a model on the Hub."""
+    if not os.path.exists(path):
+        fix = "check the path"
+        if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+            fix += "; models are not downloaded, so for one on the Hugging Face Hub: "
+            fix += f"hf download {path} --local-dir {path.name}, then give {path.name}"
+        raise ElectraError("There is nothing at this path.", where=str(path), fix=fix)
+
+
 def _read_record(directory: Path) -> dict[str, Any]:
     """electra.json of a fine-tuned model whose files are those that were written."""
+    _refuse_missing(directory)
     place = directory / "electra.json"
     record = read_settings_file(place) if place.is_file() else {}
     files = record.get("files")
@@ -257,6 +270,7 @@ def read_model(path: Path, *, with_heads: bool, allow_bin: bool = False) -> Pret
         networks = tuple(_read_network(place, **options) for place in directories)
         beside = directories[0]
     else:
+        _refuse_missing(path)
         what = "This is no model: no config.json, neither here nor in discriminator and generator."
         fix = "give a run, an export, or a directory written by transformers' save_pretrained"
         raise ElectraError(what, where=str(path), fix=fix)
