@@ -77,10 +77,18 @@ def test_many_unreadable_files_are_counted(tmp_path: Path) -> None:
     assert any("No text was found" in finding.what for finding in report.findings)
 
 
-def test_no_text_at_all(tmp_path: Path) -> None:
+def test_no_text_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but that is said: all numbers would be zeros."""
+    monkeypatch.setattr(check, "SMALL_RECIPE_TOKENS", 1_000_000 * 128 * 128)
     (tmp_path / "a.txt").write_text("\n")
-    report = check_text([tmp_path / "a.txt"])
-    assert any(finding.level == "error" for finding in report.findings)
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    for name, word in (("a.txt", "no text"), ("b.txt", "UTF-8"), ("mistyped", "No such file")):
+        report = check_text([tmp_path / name])
+        assert any(word in finding.what for finding in report.findings)
+        assert report.findings[0].level == "error"
+        assert not any("little" in finding.what for finding in report.findings)
+        assert report.facts == {}
+        assert report.exit_code == 2
 
 
 def test_duplicates(tmp_path: Path) -> None:

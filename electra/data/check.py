@@ -133,11 +133,13 @@ def check_text(inputs: Sequence[str | Path], column: str = "text") -> Report:
         fix, where = "give files that hold text", ", ".join(map(str, inputs))
         findings.append(Finding("error", "No text was found at all.", where, fix))
     tokens = total["bytes"] / BYTES_PER_TOKEN
+    if not total["documents"] or not tokens:  # no text, or none that could be read to its end
+        return _report(findings, {}, 0)
     facts: dict[str, Any] = {
         **vars(TextStats(**total)),
         **survey.facts(),
         "estimated_tokens": round(tokens),
-        "estimated_epochs_of_small": SMALL_RECIPE_TOKENS / tokens if tokens else 0.0,
+        "estimated_epochs_of_small": SMALL_RECIPE_TOKENS / tokens,
     }
     findings += _apply(_TEXT_RULES, facts, survey.examples)
     scripts: dict[str, float] = facts["scripts"]
@@ -270,7 +272,7 @@ def _apply(rules: _Rules, facts: dict[str, Any], places: dict[str, str]) -> list
 
 
 def _report(findings: list[Finding], facts: dict[str, Any], tokens: float) -> Report:
-    epochs = SMALL_RECIPE_TOKENS / max(tokens, 1)
+    epochs = SMALL_RECIPE_TOKENS / tokens if tokens else 0.0
     if epochs > MAX_EPOCHS:
         what = f"{tokens:,.0f} tokens are little: `small` would go over them {epochs:,.0f} times."
         findings.append(Finding("warning", what, fix="add text, or train fewer steps"))
