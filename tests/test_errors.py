@@ -508,6 +508,9 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ],
     # predict
     ("predict", "it is no fine-tuned model"): lambda p: [
+        *("predict", "--model", p.here, "--input", "a"),
+    ],
+    ("predict", "the model is a pre-trained one"): lambda p: [
         *("predict", "--model", p.made.export, "--input", "a"),
     ],
     ("predict", "the model is damaged"): damaged_model,

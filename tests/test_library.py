@@ -323,9 +323,12 @@ def test_answers_are_those_of_the_command(made: Made) -> None:
         made.tuned.predict([("a", "b")])
     assert electra.load_finetuned(made.here / "tuned" / "model").task.labels == ("many", "one")
     for place in ("tuned", "tuned/model"):
-        with pytest.raises(ElectraError, match="model of a task") as told:
+        with pytest.raises(ElectraError, match="was fine-tuned for a task") as told:
             electra.load(made.here / place)
         assert "load_finetuned" in told.value.fix
+    with pytest.raises(ElectraError, match="pre-trained model, not a fine-tuned one") as told:
+        electra.load_finetuned(made.model.path)
+    assert f"electra finetune --model {made.model.path}" in told.value.fix
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:

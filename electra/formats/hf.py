@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -233,6 +235,10 @@ def _read_record(directory: Path) -> dict[str, Any]:
     if record.get("format") != 1 or not isinstance(files, dict):
         what = "This is no fine-tuned model: there is no electra.json that lists its files."
         fix = "give a run of `electra finetune`, or the folder model in it"
+        with suppress(ElectraError):  # whatever is wrong with it as a model before a task as well
+            load_pretrained(directory)
+            what = "This is a pre-trained model, not a fine-tuned one."
+            fix = f"fine-tune it first: electra finetune --model {shlex.quote(str(directory))} …"
         raise ElectraError(what, where=str(directory), fix=fix)
     needed = {"config.json", "model.safetensors", "head.safetensors", "tokenizer.json", *files}
     fix = "get the directory again; without electra.json its encoder alone can be read"
@@ -248,8 +254,9 @@ def _read_record(directory: Path) -> dict[str, Any]:
 def read_model(path: Path, *, with_heads: bool, allow_bin: bool = False) -> Pretrained:
     of_task = ("finetune.json", "head.safetensors")
     if with_heads and any((path / name).is_file() for name in of_task):
-        fix = "open it with electra.load_finetuned or electra predict; here, give one before a task"
-        raise ElectraError("This is a model of a task.", where=str(path), fix=fix)
+        fix = "use electra predict or electra.load_finetuned; this needs the pre-trained model "
+        fix += "that it was fine-tuned from, a run or an export"
+        raise ElectraError("This model was fine-tuned for a task.", where=str(path), fix=fix)
     places = (path, path / "discriminator", path / "generator")
     directories = [place for place in places if (place / "config.json").is_file()]
     tokenizer, beside, note = None, None, ""
