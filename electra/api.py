@@ -84,6 +84,15 @@ def _texts(given: object, where: str) -> tuple[str, ...]:
     return cast(tuple[str, ...], texts)
 
 
+def _text(given: object, where: str) -> str:
+    """One text, for a call that takes no more."""
+    texts = _texts(given, where)
+    if len(texts) != 1:
+        what = f"{where} takes one text, given are {len(texts)}."
+        raise ElectraError(what, where=where, fix="call it for each")
+    return texts[0]
+
+
 def _source(given: Place | tasks.Table, name: str) -> tasks.Source:
     return Path(given) if isinstance(given, str | os.PathLike) else tasks.Rows(given, name)
 
@@ -235,7 +244,7 @@ class Model:
 
     def detect(self, text: str, *, alternatives: int = 3) -> Detection:
         """P(replaced) of each token, and what the generator would rather see."""
-        (text,) = _texts(text, "detect")
+        text = _text(text, "detect")
         return detect.detect(self.networks, text, alternatives=alternatives)
 
     def embed(
@@ -261,7 +270,7 @@ class Model:
     @torch.inference_mode()
     def encode(self, text: str) -> Encoded:
         """The tokens of a text and the encoder's state of each."""
-        (text,) = _texts(text, "encode")
+        text = _text(text, "encode")
         network = self.networks.discriminator or self.networks.network("generator")
         tokenizer, longest = self.networks.needed_tokenizer(), network.config.max_positions
         if len(ids := tokenizer.encode(text)) > longest:
@@ -374,7 +383,9 @@ class Finetuned:
             rows = [_texts(t, "predict") for t in given]
             if wrong := [row for row in rows if len(row) != len(self.task.texts)]:
                 what = f"The model reads {len(self.task.texts)} texts, given are {len(wrong[0])}."
-                raise ElectraError(what, where="predict", fix="give pairs: [(a, b), …]")
+                pair = len(self.task.texts) == 2
+                fix = "give pairs: [(a, b), …]" if pair else "give one string for each: [a, b, …]"
+                raise ElectraError(what, where="predict", fix=fix)
         if self.task.kind == "qa":
             asked = [Question(str(i), row[0], row[1], (), -1) for i, row in enumerate(rows)]
             answers = answer_questions(self._loaded, asked, self._device)

@@ -196,6 +196,14 @@ def test_what_is_no_text_is_refused(made: Made, nothing: Any) -> None:
             call()
 
 
+def test_several_texts_where_one_is_taken(made: Made) -> None:
+    for call in (made.model.detect, made.model.encode):
+        several: Any = ["one bird", "two"]
+        with pytest.raises(ElectraError, match="takes one text, given are 2") as told:
+            call(several)
+        assert told.value.fix == "call it for each"
+
+
 def test_a_table_is_not_its_columns(made: Made) -> None:
     """Whose names are what a loop over it gives."""
     rows = {"text": ["one bird", "all birds"]}
@@ -319,8 +327,9 @@ def test_answers_are_those_of_the_command(made: Made) -> None:
     assert answers[1]["prediction"] == expected["prediction"]
     assert answers[1]["probability"] == pytest.approx(expected["probability"], abs=1e-5)
     assert made.tuned.predict(texts[0])[0]["prediction"] == answers[0]["prediction"]
-    with pytest.raises(ElectraError, match="reads 1 texts, given are 2"):
+    with pytest.raises(ElectraError, match="reads 1 texts, given are 2") as told:
         made.tuned.predict([("a", "b")])
+    assert "one string for each" in told.value.fix
     assert electra.load_finetuned(made.here / "tuned" / "model").task.labels == ("many", "one")
     for place in ("tuned", "tuned/model"):
         with pytest.raises(ElectraError, match="was fine-tuned for a task") as told:
