@@ -66,7 +66,7 @@ class TokenizerCommand(Command):
 
         inputs = receive(self.input, self.out, lambda: False)
         reading = self.given("lowercase", "strip_accents", "column", "max_bytes")
-        tokenizer = train_tokenizer(inputs, vocab_size=self.vocab_size, **reading)
+        tokenizer = train_tokenizer(inputs, vocab_size=self.vocab_size, note=tell, **reading)
         with exclusive(self.out):
             tokenizer.save(self.out)
             if "-" in self.input:
@@ -288,7 +288,7 @@ class PretrainCommand(Command):
                 with exclusive(self.out):
                     made.mkdir(exist_ok=True)
                     write_atomic(record, json_bytes(asked))
-                    train_tokenizer(inputs, column=self.column, **asked).save(source)
+                    train_tokenizer(inputs, column=self.column, note=tell, **asked).save(source)
             elif before != asked:
                 what = f"The tokenizer of this run was asked for with {before}, now with {asked}."
                 fix = "give what it was trained with, or choose another --out"

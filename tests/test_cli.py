@@ -540,6 +540,16 @@ def test_text_for_a_model_that_exists_is_read_with_its_tokenizer(
     assert electra(*again) == 0  # the same command again
 
 
+def test_accents_are_not_removed_in_silence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    text, run = tmp_path / "a.txt", tmp_path / "run"
+    text.write_text("größere Bücher für schöne Mädchen .\n\n" * 300, "utf-8")
+    for command in (["tokenizer", "--out", tmp_path / "tok"], ["pretrain", *MICRO, "--out", run]):
+        assert electra(*command, "--input", text, "--vocab-size", "97") == 0
+        assert "bear a mark (ä, é, й), which is removed; --no-low" in capsys.readouterr().err
+
+
 def test_text_alone_is_enough_to_train(
     capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:

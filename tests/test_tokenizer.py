@@ -367,6 +367,19 @@ def test_cased_training_keeps_case_and_accents(tmp_path: Path) -> None:
     assert not tokenizer.lowercase
 
 
+def test_accents_that_are_removed_unasked_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    marked = sentences(tmp_path / "a.txt")
+    train_tokenizer([marked], vocab_size=300, note=told.append)
+    assert "of the letters bear a mark" in told[0]
+    assert "--no-lowercase" in told[0]
+    (tmp_path / "b.txt").write_text("plain words and one café\n" + "plain words\n" * 50, "utf-8")
+    train_tokenizer([tmp_path / "b.txt"], vocab_size=300, note=told.append)
+    train_tokenizer([marked], vocab_size=300, note=told.append, lowercase=False)
+    train_tokenizer([marked], vocab_size=300, note=told.append, strip_accents=True)
+    assert len(told) == 1
+
+
 def test_little_text_gives_a_smaller_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one two one two three")

@@ -22,6 +22,7 @@ import xxhash
 from ..errors import EXIT_OK, EXIT_USER, ElectraError
 from .corpus import Corpus
 from .text import Document, Source, TextStats, expand_inputs, read_documents
+from .tokenizer import MAX_ACCENTS, accents_share
 
 Level = Literal["ok", "warning", "error"]
 
@@ -65,7 +66,7 @@ _TEXT_RULES: _Rules = (
     ),
     (
         "accents_share",
-        0.005,
+        MAX_ACCENTS,
         "of the letters bear a mark (ä, é, й) that a tokenizer in lower case removes by default.",
         "train it with --no-lowercase, or with --strip-accents False, if words differ by them",
     ),
@@ -211,14 +212,9 @@ class _Survey:
 
     def facts(self) -> dict[str, Any]:
         scripts: Counter[str] = Counter()
-        marks = 0
         for character, count in self.characters.items():
             if character.isalpha():
                 scripts[_script(character)] += count
-            if any(
-                unicodedata.category(c) == "Mn" for c in unicodedata.normalize("NFD", character)
-            ):
-                marks += count
         most, letters = scripts.most_common(8), scripts.total()
         return {
             "duplicate_documents_share": self.documents.share,
@@ -226,7 +222,7 @@ class _Survey:
             "short_lines_share": self.short / max(self.seen, 1),
             "long_lines_share": self.long / max(self.seen, 1),
             **{name: self.kinds[name] / max(self.sampled, 1) for name in _LOOKED_FOR},
-            "accents_share": marks / max(letters, 1),
+            "accents_share": accents_share(self.characters),
             "scripts": {s: round(n / letters, 4) for s, n in most if n >= letters / 1000},
         }
 

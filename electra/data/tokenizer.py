@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import string
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
@@ -28,6 +29,7 @@ from ..files import json_bytes, json_sha256, read_json, reading, write_atomic
 from .text import Source, TextStats, draw, expand_inputs, read_documents, split_suffix
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+MAX_ACCENTS = 0.005  # share of the letters, up to which removing their marks is no worry
 _CASING = ("do_lower_case", "strip_accents")  # of tokenizer_config.json
 _MAX_WORD = 100  # characters; a longer word is [UNK], as in BERT
 _PIECE = 1 << 10  # characters of a long text that are encoded at once
@@ -345,16 +347,24 @@ def train_tokenizer(
     column: str = "text",
     max_bytes: int = 1 << 30,
     should_stop: Callable[[], bool] = lambda: False,
+    note: Callable[[str], object] = lambda _: None,
 ) -> Tokenizer:
     """A WordPiece tokenizer of the text, the same bytes whenever it is trained from the same text.
 
     Text beyond `max_bytes` is sampled document by document, by a hash of the document's number. The
     vocabulary is smaller than `vocab_size` if no pair of pieces is left that occurs twice.
-    `strip_accents=None` strips them when lower-casing, as BERT does.
+    `strip_accents=None` strips them when lower-casing, as BERT does; `note` is told if that changes
+    many letters.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     how: dict[str, Any] = {"column": column, "max_bytes": max_bytes, "should_stop": should_stop}
-    words = count_words(inputs, normalizer, pre_tokenizers.BertPreTokenizer(), **how)
+    characters = Counter[str]()
+    split = (normalizer, pre_tokenizers.BertPreTokenizer())
+    words = count_words(inputs, *split, characters=characters, **how)
+    share = accents_share(characters)
+    if lowercase and strip_accents is None and share > MAX_ACCENTS:
+        what = f"{share:.1%} of the letters bear a mark (ä, é, й), which is removed"
+        note(f"warning: {what}; --no-lowercase keeps them")
     if not words:
         what = "No word was found in the text that was looked at."
         fix = f"check that it is text, or look at more than {max_bytes:,} bytes of it"
@@ -374,8 +384,12 @@ def count_words(
     column: str = "text",
     max_bytes: int = 1 << 30,
     should_stop: Callable[[], bool] = lambda: False,
+    characters: Counter[str] | None = None,
 ) -> Counter[str]:
-    """How often each word occurs in the text, or in a sample of about `max_bytes` of it."""
+    """How often each word occurs in the text, or in a sample of about `max_bytes` of it.
+
+    characters: counts those of the text before it is normalised.
+    """
     paths = expand_inputs(inputs)
     share = _sample_share(paths, column, max_bytes)
     chunks: Counter[str] = Counter()  # between white space
@@ -393,11 +407,25 @@ def count_words(
             rare *= 2
     words: Counter[str] = Counter()
     for chunk, count in chunks.items():
+        if characters is not None:
+            for character in chunk:
+                characters[character] += count
         normalized = normalizer.normalize_str(chunk) if normalizer else chunk
         for word, _ in pre_tokenizer.pre_tokenize_str(normalized):
             if len(word) <= _MAX_WORD:
                 words[word] += count
     return words
+
+
+def accents_share(characters: Counter[str]) -> float:
+    """The share of the letters that bear a mark (ä, é, й), which stripping accents removes."""
+    letters = sum(count for character, count in characters.items() if character.isalpha())
+    marks = sum(
+        count
+        for character, count in characters.items()
+        if any(unicodedata.category(c) == "Mn" for c in unicodedata.normalize("NFD", character))
+    )
+    return marks / max(letters, 1)
 
 
 def _sample_share(paths: list[Source], column: str, max_bytes: int) -> float:
