@@ -231,6 +231,13 @@ def damaged_model(p: Place) -> Args:
     return ["predict", "--model", tuned, "--input", "a"]
 
 
+def text_for_a_tagger(p: Place) -> Args:
+    words = "".join(f"a O\nriver{n} B-X\n\n" for n in range(40))
+    tune = p.finetune(words, "--epochs", "1", name="my.conll")
+    assert cli.run([str(arg) for arg in tune]) == 0
+    return ["predict", "--model", p.out, "--input", p.file("a.txt", "a river runs\nby one stone\n")]
+
+
 def damaged_results(p: Place) -> Args:
     tuned = p.copy(p.made.tuned)
     (tuned / "results.json").write_text('{"format": 1}')
@@ -518,6 +525,7 @@ CASES: dict[tuple[str, str], Callable[[Place], Args]] = {
     ("predict", "a column is missing"): lambda p: p.predict(p.file("a.csv", "txt\na\n")),
     ("predict", "the input is a folder"): lambda p: p.predict(p.here),
     ("predict", "the file does not exist"): lambda p: p.predict(p.here / "none.csv"),
+    ("predict", "text is given for words in a column"): text_for_a_tagger,
     ("predict", "answers have no such format"): lambda p: p.predict(
         "a", "--out", p.here / "a.xlsx"
     ),

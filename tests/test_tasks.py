@@ -625,6 +625,19 @@ def test_inputs_in_every_format(write: Write, tmp_path: Path) -> None:
         assert (found.texts, found.labels) == ([("Rome", "wins"), ("Yes",)], [])
 
 
+def test_text_is_no_column_of_words(write: Write) -> None:
+    """Only the first word of each line would be read, without a word about it."""
+    task = Task(name="t", kind="tagging", metric="f1", labels=("O", "B-X"))
+    fix = "one word per line, a blank line between sentences; or give the sentence"
+    path = write("a.txt", "The dog runs\nThe cat sleeps\n")
+    fails(lambda: read_inputs(path, task), "lines of text, not words", f"{path}, line 1", fix)
+    path.write_text("The dog runs\nThe cat\n")
+    fails(lambda: read_inputs(path, task), "2 columns, not 3", f"{path}, line 2", fix)
+    for content in ("Rome B-X\nwins VB\n", "Rome\tNN\nwins\tVB\n", "Rome NN\n\nwins VB\n"):
+        path.write_text(content)
+        assert sum((words for words in read_inputs(path, task).texts), ()) == ("Rome", "wins")
+
+
 def test_bad_inputs(write: Write) -> None:
     task = GLUE["rte"]
     path = write("a.txt", "one\ttwo\nthree\n")

@@ -430,7 +430,7 @@ def read_inputs(path: Path, task: Task) -> Examples:
     """Rows without answers, for a trained task: a table with its columns, a .txt with one row per
     line and a tab between two texts, or for tagging the words of sentences, one per line."""
     if task.kind == "tagging":
-        rows = _sentences(path)
+        rows = _sentences(path, task.labels)
     else:
         is_plain = split_suffix(path)[0] == ".txt"
         fields = _separated(path, "\t", task.texts, quoted=False) if is_plain else _table(path)
@@ -623,8 +623,10 @@ def _refuse_twice(names: Sequence[str], where: object) -> None:
         raise _bad(f"Two columns have the name {min(twice)!r}.", where, "rename or remove one")
 
 
-def _ragged(where: str, found: int, wanted: int) -> ElectraError:
-    fix = "correct it: a separator is missing or too many"
+_SEPARATORS = "correct it: a separator is missing or too many"
+
+
+def _ragged(where: str, found: int, wanted: int, fix: str = _SEPARATORS) -> ElectraError:
     return _bad(f"The row has {found} columns, not {wanted}.", where, fix)
 
 
@@ -740,10 +742,16 @@ def _columnar(path: Path) -> _Fields:
         raise _bad(what, where, fix) from error
 
 
-def _sentences(path: Path) -> list[_Row]:
-    """Words, in the first column, and tags, in the last if there is another."""
+def _sentences(path: Path, known: Sequence[str] = ()) -> list[_Row]:
+    """Words, in the first column, and tags, in the last if there is another.
+
+    With the tags `known` to a model, text as it is usually written is refused, of which only the
+    first word of each line would be read: one block, single spaces, and nothing like a tag.
+    """
     rows, words, tags = list[_Row](), list[str](), list[str]()
-    width, where = 0, ""
+    width, where, is_text = 0, "", bool(known)
+    fix = "write one word per line, a blank line between sentences; or give the sentence itself"
+    fix = fix if known else _SEPARATORS
     for number, line in chain(read_lines(path), [(0, "")]):
         cells = re.split(r"[ \t]+", line.strip(" \t"))
         if cells[0] in ("", "-DOCSTART-"):
@@ -753,8 +761,11 @@ def _sentences(path: Path) -> list[_Row]:
             continue
         width = width or len(cells)
         if len(cells) != width:
-            raise _ragged(f"{path}, line {number}", len(cells), width)
+            raise _ragged(f"{path}, line {number}", len(cells), width, fix)
+        is_text = is_text and line == " ".join(cells) and cells[-1] not in known
         where = where if words else f"{path}, line {number}"
         words.append(cells[0])
         tags += cells[-1:] if width > 1 else []
+    if is_text and width > 1 and len(rows) == 1:
+        raise _bad("These are lines of text, not words in a column.", where, fix)
     return rows or _no_rows(path)
