@@ -496,6 +496,7 @@ CSV = "text,label\none,a\ntwo,b\n"
         ("a.csv", "text,lable\none,a\n", "no column 'label'", "line 2", "'lable'"),
         ("a.csv", CSV + " ,a\n", "'text' is empty", "line 4", ""),
         ("a.csv", CSV + "\nthree,\n", r"label is missing \(in 1 of 3", "line 5", ""),
+        ("a.csv", "text,label\none,a\ntwo,\n", "missing .in 1 of 2", "line 3", ""),
         ("a.csv", CSV + "three\n", "1 columns, not 2", "line 4", ""),
         ("a.csv", CSV + '"x\ny",a\nthree,b,c\n', "3 columns, not 2", "line 6", ""),
         ("a.csv", CSV + '"three,b\n', "Broken row", "line 4", "quotation"),
@@ -535,6 +536,12 @@ def test_labels_that_are_only_in_dev_or_test(write: Write) -> None:
         fails(lambda: load(None, train.parent), "'bb' is not a class", place, "'b'")
         bad.write_text(CSV)
     fails(lambda: load(None, train.with_name("none.csv")), "No such file", "none.csv")
+
+
+def test_numbers_with_commas_are_named_where_rows_are_too_few(tmp_path: Path) -> None:
+    rows = [{"text": f"t{n}", "label": f"{n},6"} for n in range(60)]
+    path = table(".csv", rows, tmp_path / "a")
+    fails(lambda: load(None, path), "60 rows are too few", path, "write 0.6 if it is one); --kind")
 
 
 def test_all_missing_labels_of_a_file_are_counted(tmp_path: Path) -> None:

@@ -394,16 +394,17 @@ def _load_words(files: dict[str, Source], name: str) -> Loaded:
 
 
 def _finish(task: Task, rows: dict[str, list[_Row]], notes: list[str], train: Source) -> Loaded:
+    _need_labels(rows["train"])  # of the whole file, before some of it is held out
     if task.kind != "regression" and len(task.labels) == 1:
         fix = "check the column of the label; at least two classes are needed"
         raise _bad(f"All labels of the training set are {task.labels[0]!r}.", train, fix)
     if "dev" not in rows:
-        _need_labels(rows["train"])  # of the whole file
         total = len(rows["train"])
         rows["train"], rows["dev"] = _hold_out(rows["train"], task.kind != "regression")
         if not rows["dev"] or not rows["train"]:
             what = f"{total} rows are too few to hold some out and keep every class in training."
-            raise _bad(what, train, "give a dev file")
+            # Numbers taken for classes end here: each is a class of one row.
+            raise _bad(what, train, f"give a dev file ({notes[-1]})")
         notes.append(f"dev is {len(rows['dev'])} of {total} rows, chosen by their text")
     codes = {label: index for index, label in enumerate(task.labels)}
     order = [split for split in ("train", "dev", "test") if split in rows]
