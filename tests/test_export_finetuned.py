@@ -453,7 +453,7 @@ def test_starting_from_any_class_of_transformers(
         )[0]
         ours = encoder(given.x, given.segment, given.mask, None)
     torch.testing.assert_close(ours[given.mask], theirs[given.mask], rtol=0, atol=1e-5)
-    with pytest.raises(ElectraError, match="(no|not a) fine-tuned"):
+    with pytest.raises(ElectraError, match=r"(no|not a) fine-tuned"):
         hf.load_finetuned(tmp_path)
 
 
