@@ -525,7 +525,7 @@ def test_a_failed_job_says_why_without_a_path(runs: Path, tmp_path: Path) -> Non
     job.process.wait(60)
     found = job.describe()
     assert found["state"] == "failed"
-    assert "no model" in found["error"]["what"]
+    assert found["error"]["what"] == "There is nothing at this path."
     assert found["error"]["fix"]
     assert str(tmp_path) not in json.dumps(found)
 
